@@ -1,0 +1,1 @@
+"""The dspine-mlx command."""

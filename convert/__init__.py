@@ -1,0 +1,1 @@
+"""Drafter checkpoints in, MLX folders out."""

@@ -1,0 +1,1 @@
+"""The pair that ships with the package: a small target and a drafter trained on it."""

@@ -1,0 +1,9 @@
+"""The one error a user can cause and should read."""
+
+
+class InputError(ValueError):
+    """A checkpoint, option or prompt that can't be used.
+
+    The message is one sentence: what is wrong, the value, and what would be right. The command
+    line prints it on standard error and exits with status 2.
+    """

@@ -1,0 +1,120 @@
+"""The target: an mlx-lm model whose layer outputs can be read, with its embedding and head."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dspine_mlx.errors import InputError
+
+# Where mlx-lm's models keep the decoder stack, and what the stack calls its embedding.
+BODIES = (("model",), ("language_model", "model"), ("backbone",))
+EMBEDDINGS = ("embed_tokens", "embeddings")
+
+
+class Target:
+    """An mlx-lm model as drafters see it.
+
+    layers: its decoder layers. embed(ids) -> [..., d]: the raw embedding, without any scale of the
+    model's own. head(states) -> [..., V]: the raw LM head, without soft-capping. hidden_size d,
+    vocab_size V and dtype (of activations) are read off the embedding. The model is not changed.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.layers: list[nn.Module] = list(model.layers)
+        owner, body = find_body(model)
+        self.embed: nn.Module = next(body[name] for name in EMBEDDINGS if name in body)
+        self.lm_head: nn.Module = owner["lm_head"] if "lm_head" in owner else self.embed
+        self.vocab_size, self.hidden_size = weight_shape(self.embed)
+        self.dtype = self.embed["scales" if "scales" in self.embed else "weight"].dtype
+        self._rows: dict[int, mx.array] = {}
+        self._recording = {cls: recording(cls, self._rows) for cls in set(map(type, self.layers))}
+
+    def head(self, states: mx.array) -> mx.array:
+        if self.lm_head is self.embed:
+            return self.embed.as_linear(states)
+        return self.lm_head(states)
+
+    def head_rows(self, tokens: mx.array) -> mx.array:
+        """The LM head's rows of some tokens: [..., d], dequantised if need be."""
+        head = self.lm_head
+        if "scales" not in head:
+            return head.weight[tokens]
+        biases = head.get("biases")  # absent or None in the mx modes
+        return mx.dequantize(
+            head.weight[tokens],
+            scales=head.scales[tokens],
+            biases=None if biases is None else biases[tokens],
+            group_size=head.group_size,
+            bits=head.bits,
+            mode=head.mode,
+        )
+
+    @contextmanager
+    def taps(self, ids: tuple[int, ...]) -> Iterator[None]:
+        """Within the block, layers `ids` also record their output.
+
+        A layer's class is swapped for a recording subclass and swapped back on every exit, so
+        logits are bit-identical and the parameter tree never changes.
+        """
+        tapped = [self.layers[i] for i in ids]
+        classes = [type(layer) for layer in tapped]
+        self._rows.clear()
+        try:
+            for layer, cls in zip(tapped, classes, strict=True):
+                layer.__class__ = self._recording[cls]
+            yield
+        finally:
+            for layer, cls in zip(tapped, classes, strict=True):
+                layer.__class__ = cls
+
+    def forward(
+        self, tokens: mx.array, cache: list[Any], ids: tuple[int, ...]
+    ) -> tuple[mx.array, mx.array]:
+        """One forward over tokens [n]: logits [n, V] and features [1, n, m*d] of the m taps."""
+        with self.taps(ids):
+            logits = self.model(tokens[None], cache=cache)
+        features = mx.concatenate([self._rows[id(self.layers[i])] for i in ids], axis=-1)
+        self._rows.clear()
+        return logits[0], features
+
+
+def recording(cls: type[nn.Module], rows: dict[int, mx.array]) -> type[nn.Module]:
+    """A subclass of a decoder layer that also stores its output in rows, under the layer's id."""
+
+    class Recording(cls):  # type: ignore[valid-type,misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().__call__(*args, **kwargs)
+            rows[id(self)] = output[0] if isinstance(output, tuple) else output
+            return output
+
+    Recording.__name__ = cls.__name__
+    return Recording
+
+
+def find_body(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The module that holds the LM head (if any), and the decoder stack inside it."""
+    for path in BODIES:
+        owner, body = model, model
+        for name in path:
+            if not isinstance(body, nn.Module) or name not in body:
+                break
+            owner, body = body, body[name]
+        else:
+            if any(name in body for name in EMBEDDINGS):
+                return owner, body
+    raise InputError(
+        f"can't find the embedding of a {type(model).__module__} model; expected "
+        f"{' or '.join('.'.join(path) for path in BODIES)} with {' or '.join(EMBEDDINGS)}"
+    )
+
+
+def weight_shape(embedding: nn.Module) -> tuple[int, int]:
+    """(V, d) of an embedding, packed or not."""
+    rows = embedding.weight.shape[0]
+    if "scales" in embedding:
+        return rows, embedding.scales.shape[1] * embedding.group_size
+    return rows, embedding.weight.shape[1]

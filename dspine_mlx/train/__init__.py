@@ -1,0 +1,1 @@
+"""Training drafters on the target that will verify them."""

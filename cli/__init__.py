@@ -1,1 +1,55 @@
-"""The dspine-mlx command."""
+"""The dspine-mlx command: one file a subcommand."""
+
+import sys
+from types import TracebackType
+from typing import Annotated
+
+import typer
+
+from dspine_mlx import __version__
+from dspine_mlx.cli.generate import generate
+from dspine_mlx.errors import InputError
+
+app = typer.Typer(
+    name="dspine-mlx",
+    help="Speculative decoding on Apple Silicon with DSpine drafters, on MLX and mlx-lm.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dspine-mlx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if not debug:
+        sys.excepthook = one_sentence
+
+
+def one_sentence(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """What a failure prints in place of a traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    typer.echo(f"dspine-mlx: {' '.join(str(error).split()) or kind.__name__}", err=True)
+
+
+def main() -> None:
+    """Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
+    try:
+        app()
+    except InputError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(2)

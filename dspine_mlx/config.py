@@ -26,7 +26,9 @@ class DrafterConfig:
     vocab_size: int
     block_size: int  # B: the anchor and B - 1 masks
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]  # taps; id i is the output of target layer i, before the final norm
+    target_layer_ids: tuple[
+        int, ...
+    ]  # taps; id i is the output of target layer i, before the final norm
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e4
     rope_scaling: dict[str, Any] | None = None
@@ -57,7 +59,9 @@ class DrafterConfig:
             raise InputError(
                 f"the drafter's config.json lacks {', '.join(names)}; a {cls.__name__} needs them"
             )
-        values = {f.name: checked(f.name, f.type, flat[f.name]) for f in fields(cls) if f.name in flat}
+        values = {
+            f.name: checked(f.name, f.type, flat[f.name]) for f in fields(cls) if f.name in flat
+        }
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def __post_init__(self) -> None:
@@ -99,7 +103,7 @@ class DrafterConfig:
         return self.sliding_window if self.layer_type(layer) == "sliding_attention" else None
 
     def layer_causal(self, layer: int) -> bool:
-        """Whether slots of this layer see only earlier slots: is_causal, causal, the layer's type."""
+        """Whether slots see only earlier slots: is_causal, else causal, else the layer's type."""
         for stated in (self.is_causal, self.causal):
             if stated is not None:
                 return stated
@@ -123,7 +127,7 @@ class DSpineConfig(DrafterConfig):
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One level of keys: nested sections win, and rope_parameters over rope_scaling and rope_theta."""
+    """One level of keys: nested sections win, rope_parameters over rope_scaling and rope_theta."""
     flat = dict(config)
     for section in NESTED:
         flat |= flat.pop(section, None) or {}

@@ -21,8 +21,12 @@ class Proposal(NamedTuple):
 
     candidates: mx.array  # [M, K] token ids in descending base logit
     first: mx.array  # [K] float32 scores of slot 1's candidates given the anchor
-    transitions: mx.array  # [M - 1, K, K] float32, T_t[i, j]: candidate j of slot t after candidate i of t - 1
-    confidence: mx.array | None = None  # [M, K] chance that slot t stands, given candidate i of slot t - 1
+    transitions: (
+        mx.array
+    )  # [M - 1, K, K] float32, T_t[i, j]: candidate j of slot t after candidate i of t - 1
+    confidence: mx.array | None = (
+        None  # [M, K] chance that slot t stands, given candidate i of slot t - 1
+    )
 
 
 class ContextAttention(nn.Module):
@@ -88,7 +92,7 @@ class ContextAttention(nn.Module):
     ) -> tuple[mx.array, mx.array, mx.array | str | None]:
         """The keys that some slot may see, and the mask over them.
 
-        Slot q sees context key k while q - k < W (with `window_from_anchor`: while anchor - k <= W).
+        Slot q sees context key k while q - k < W; with `window_from_anchor`: anchor - k <= W.
         """
         if self.window is None:
             return keys, values, "causal" if self.causal else None
@@ -221,7 +225,7 @@ def top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """
     n, V = logits.shape
     k = min(k, V)
-    if V < 4 * k * CHUNK:
+    if 4 * k * CHUNK > V:
         return sorted_top(logits, mx.broadcast_to(mx.arange(V, dtype=mx.uint32), (n, V)), k)
     whole = V - V % CHUNK
     chunks = logits[:, :whole].reshape(n, -1, CHUNK)

@@ -75,7 +75,9 @@ class DSpine(DFlash):
             u, norm = block[1:], self.next_norm(i)
             y = self.injection.readouts[i](u)
             message, receiver = gated_message(y, self.injection.gates(y), code, self.injection.bias)
-            written, normed = residual_write(u, self.injection.writes[i](message), norm.weight, norm.eps)
+            written, normed = residual_write(
+                u, self.injection.writes[i](message), norm.weight, norm.eps
+            )
             if i + 1 < len(self.layers):
                 h = mx.concatenate([block[:1], written])[None]
                 normed = mx.concatenate([norm(block[:1]), normed])[None]

@@ -96,7 +96,7 @@ class Decoder:
         return logits
 
     def logprobs(self, logits: mx.array) -> mx.array:
-        """Logprobs [n, V] under the user's processors, which see for each row the tokens up to it."""
+        """Logprobs [n, V] under the user's processors, each row with the tokens up to it."""
         if self.processors:
             context, rows = mx.concatenate([self.history, self.fed]), []
             for i in range(len(logits)):
@@ -124,7 +124,7 @@ class Decoder:
             block, anchor = self.verify(anchor, draft)
 
     def propose(self, anchor: mx.array, limit: int) -> Draft:
-        """Start drafting up to `limit` tokens after the anchor; it runs while tokens are yielded."""
+        """Start drafting `limit` tokens after the anchor; it runs while tokens are yielded."""
         law = self.sampler if isinstance(self.sampler, Sampler) else None
         features = mx.concatenate([*self.backlog, self.features], axis=1)
         proposal = self.drafter.propose(anchor, features, self.draft_cache)
@@ -266,7 +266,7 @@ def make_caches(
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
-    """Token ids of a prompt, with the tokenizer's special tokens unless a string starts with them."""
+    """Token ids of a prompt; a string gets special tokens unless it starts with them."""
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
         prompt = tokenizer.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
@@ -284,7 +284,9 @@ def verify_limit(verify_length: int | str, drafter: DFlash) -> int:
     raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
 
 
-def plain_tokens(prompt: mx.array, model: nn.Module, **options: Any) -> Generator[Token, None, None]:
+def plain_tokens(
+    prompt: mx.array, model: nn.Module, **options: Any
+) -> Generator[Token, None, None]:
     """mlx-lm's own decoding, for a model without a drafter."""
     for token, logprobs in generate_step(prompt, model, **options):
         yield token, logprobs, False

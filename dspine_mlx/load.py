@@ -1,6 +1,8 @@
 """Loading: a folder or Hub id to target, tokenizer and drafter."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,8 @@ def load_drafter(path: str | Path, model: nn.Module, *, revision: str | None = N
     config, weights = read_config(folder), read_weights(folder)
     drafter_class, config_class = METHODS[identify(config, weights)]
     target = Target(model)
-    drafter = drafter_class(config_class.from_dict(config))
+    with same_random_state():
+        drafter = drafter_class(config_class.from_dict(config))
     check_target(drafter.config, target)
     weights = drafter.sanitize(weights)
     quantize_like(drafter, weights, config)
@@ -68,8 +71,18 @@ def load_drafter(path: str | Path, model: nn.Module, *, revision: str | None = N
     drafter.load_weights(list(weights.items()))
     drafter.set_dtype(target.dtype)
     drafter.freeze()
-    mx.eval([value for m in drafter.modules() for value in m.values() if isinstance(value, mx.array)])
+    mx.eval(
+        [value for m in drafter.modules() for value in m.values() if isinstance(value, mx.array)]
+    )
     return drafter.bind(target)
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Modules draw initial weights when built; a seed the user set must not notice."""
+    key = mx.array(mx.random.state[0])
+    yield
+    mx.random.state[0][:] = key
 
 
 def resolve(path: str | Path, revision: str | None = None) -> Path:
@@ -105,6 +118,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def check_context(config: dict[str, Any], prompt_tokens: int) -> None:
+    """Refuse a prompt that leaves no room in the target's context."""
+    text_config = config.get("text_config") or {}
+    context = config.get("max_position_embeddings", text_config.get("max_position_embeddings"))
+    if context is not None and prompt_tokens >= context:
+        raise InputError(
+            f"the prompt has {prompt_tokens} tokens; the model's context holds {context}, "
+            "the answer included"
+        )
+
+
 def read_weights(folder: Path) -> dict[str, mx.array]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -119,7 +143,7 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def identify(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
-    """The drafting method of a checkpoint, by its tensors and not only by the names in its config."""
+    """The drafting method of a checkpoint, by its tensors and not only by its config."""
     injected = any("injection." in name for name in weights)
     bridge = "selected_prefix_code_bridge" in (config.get("dflash_config") or {})
     other = {

@@ -17,11 +17,13 @@ class Rollback:
     """
 
     def __init__(self, cache: list[Any]):
-        unknown = {type(c).__name__ for c in cache} - {c.__name__ for c in (*TRIMMED, RotatingKVCache)}
+        unknown = {type(c).__name__ for c in cache} - {
+            c.__name__ for c in (*TRIMMED, RotatingKVCache)
+        }
         if unknown:
             raise InputError(
-                f"can't roll back {', '.join(sorted(unknown))} to an accepted prefix; drafting needs "
-                "a target whose layers all use KVCache, QuantizedKVCache or RotatingKVCache"
+                f"can't roll back {', '.join(sorted(unknown))} to an accepted prefix; drafting "
+                "needs a target whose layers all use KVCache, QuantizedKVCache or RotatingKVCache"
             )
         self.cache = cache
         self.marks: list[int] = []

@@ -27,7 +27,7 @@ class Target:
         self.layers: list[nn.Module] = list(model.layers)
         owner, body = find_body(model)
         self.embed: nn.Module = next(body[name] for name in EMBEDDINGS if name in body)
-        self.lm_head: nn.Module = owner["lm_head"] if "lm_head" in owner else self.embed
+        self.lm_head: nn.Module = owner.get("lm_head", self.embed)
         self.vocab_size, self.hidden_size = weight_shape(self.embed)
         self.dtype = self.embed["scales" if "scales" in self.embed else "weight"].dtype
         self._rows: dict[int, mx.array] = {}
@@ -85,7 +85,7 @@ class Target:
 def recording(cls: type[nn.Module], rows: dict[int, mx.array]) -> type[nn.Module]:
     """A subclass of a decoder layer that also stores its output in rows, under the layer's id."""
 
-    class Recording(cls):  # type: ignore[valid-type,misc]
+    class Recording(cls):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
             rows[id(self)] = output[0] if isinstance(output, tuple) else output

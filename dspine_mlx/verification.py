@@ -14,9 +14,9 @@ from dspine_mlx.selection import Draft
 def accept(draft: Draft, logprobs: mx.array, sampler: SamplerFunction) -> tuple[int, int]:
     """The number n of drafted tokens that stand, and the token that follows them.
 
-    draft: l tokens; logprobs: [l + 1, V], the target's on anchor + tokens. A draft with a law is put
-    to the ratio test (Leviathan et al., arXiv:2211.17192), a one-hot draft is compared with what
-    the sampler picks from each row. Evaluates once.
+    draft: l tokens; logprobs: [l + 1, V], the target's on anchor + tokens. A draft with a law is
+    put to the ratio test (Leviathan et al., arXiv:2211.17192), a one-hot draft is compared with
+    what the sampler picks from each row. Evaluates once.
     """
     if draft.q is None:
         return match(draft.tokens, logprobs, sampler)

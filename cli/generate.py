@@ -1,0 +1,313 @@
+"""dspine-mlx generate: text from a target and a drafter."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dspine_mlx.errors import InputError
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from rich.table import Table
+
+    from dspine_mlx.response import GenerationResponse
+
+PAIR, SAMPLING, CACHE, OUTPUT = "Pair", "Sampling", "Cache", "Output"
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Target: an MLX model folder or Hub id. Without it, the small pair that ships "
+            "with the package.",
+            rich_help_panel=PAIR,
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(help="Drafter: a folder or Hub id.", rich_help_panel=PAIR),
+    ] = None,
+    adapter_path: Annotated[
+        str | None, typer.Option(help="Adapter weights for the target.", rich_help_panel=PAIR)
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Let the tokenizer run its own code.", rich_help_panel=PAIR)
+    ] = False,
+    verify_length: Annotated[
+        str,
+        typer.Option(
+            help="Drafted tokens offered to the target a round: 'auto', or a number; 0 is plain "
+            "decoding.",
+            rich_help_panel=PAIR,
+        ),
+    ] = "auto",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-m", help="Tokens to generate at most; -1: no limit.")
+    ] = 256,
+    system_prompt: Annotated[str | None, typer.Option(help="System message.")] = None,
+    prefill_response: Annotated[
+        str | None, typer.Option(help="Beginning of the answer, to be continued.")
+    ] = None,
+    chat_template_args: Annotated[
+        str,
+        typer.Option(
+            "--chat-template-args",
+            "--chat-template-config",
+            help="Arguments of the chat template, a JSON object.",
+        ),
+    ] = "{}",
+    ignore_chat_template: Annotated[
+        bool, typer.Option("--ignore-chat-template", help="Use the prompt as it is.")
+    ] = False,
+    extra_eos_token: Annotated[
+        list[str] | None, typer.Option(help="A further token that ends the text; repeatable.")
+    ] = None,
+    temp: Annotated[
+        float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.", rich_help_panel=SAMPLING)] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Least share of the top probability.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    min_tokens_to_keep: Annotated[
+        int, typer.Option(help="Tokens min-p keeps at least.", rich_help_panel=SAMPLING)
+    ] = 1,
+    top_k: Annotated[int, typer.Option(help="Tokens kept; 0: all.", rich_help_panel=SAMPLING)] = 0,
+    xtc_probability: Annotated[
+        float, typer.Option(help="Chance of XTC per token.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    xtc_threshold: Annotated[
+        float, typer.Option(help="XTC's threshold.", rich_help_panel=SAMPLING)
+    ] = 0.1,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Seed. The text is the one that mlx_lm.generate gives with it.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    max_kv_size: Annotated[
+        int | None, typer.Option(help="Rotating cache of this size.", rich_help_panel=CACHE)
+    ] = None,
+    kv_bits: Annotated[
+        int | None, typer.Option(help="Bits of a quantised cache.", rich_help_panel=CACHE)
+    ] = None,
+    kv_group_size: Annotated[
+        int, typer.Option(help="Group size of a quantised cache.", rich_help_panel=CACHE)
+    ] = 64,
+    quantized_kv_start: Annotated[
+        int, typer.Option(help="Position to quantise the cache from.", rich_help_panel=CACHE)
+    ] = 5000,
+    prefill_step_size: Annotated[
+        int, typer.Option(help="Prompt tokens a chunk.", rich_help_panel=CACHE)
+    ] = 2048,
+    show_accepted: Annotated[
+        bool,
+        typer.Option(
+            "--show-accepted",
+            help="Colour the text by origin: drafted tokens green, the target's own plain.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object only.", rich_help_panel=OUTPUT),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No summary.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Generate text: the target's own, with a drafter that makes it come faster."""
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    from dspine_mlx.generate import stream_generate
+    from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
+    from dspine_mlx.sampling import Sampler
+
+    text = read_prompt(prompt)
+    template = parse_object("--chat-template-args", chat_template_args)
+    length = parse_verify_length(verify_length)
+    sampling = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
+    sampler: Any = Sampler(*sampling)
+    if seed is not None:  # as mlx_lm.generate: before loading, which draws initial weights
+        mx.random.seed(seed)
+        sampler = make_sampler(*sampling)  # compared with row by row: its draws, its text
+    if model is None and draft_model is None:
+        typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
+        model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+    target, tokenizer, drafter = load(
+        model,
+        draft_model,
+        adapter_path=adapter_path,
+        tokenizer_config={"trust_remote_code": trust_remote_code},
+    )
+    for token in extra_eos_token or []:
+        tokenizer.add_eos_token(token)
+    if not ignore_chat_template and has_template(tokenizer, system_prompt):
+        tokens = apply_template(tokenizer, text, system_prompt, prefill_response, template)
+    else:
+        tokens = tokenizer.encode(text)
+    if model is not None:
+        check_context(read_config(resolve(model)), len(tokens))
+    responses = stream_generate(
+        target,
+        tokenizer,
+        tokens,
+        drafter,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        verify_length=length,
+        max_kv_size=max_kv_size,
+        prefill_step_size=prefill_step_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+    )
+    if as_json:
+        typer.echo(json.dumps(report(list(responses))))
+    else:
+        last = show(responses, show_accepted)
+        if not quiet:
+            summary(last)
+
+
+def read_prompt(prompt: str | None) -> str:
+    if prompt is None:
+        raise InputError("there is no prompt; give one with -p TEXT, or '-p -' for standard input")
+    text = sys.stdin.read() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
+    if not text:
+        raise InputError("the prompt is empty; give at least one token")
+    return text
+
+
+def parse_object(flag: str, value: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise InputError(f"{flag} is {value!r}; it must be a JSON object")
+    return parsed
+
+
+def parse_verify_length(value: str) -> int | str:
+    if value == "auto":
+        return value
+    if not value.isdecimal():
+        raise InputError(f"--verify-length is {value!r}; it must be 'auto' or a number from 0 on")
+    return int(value)
+
+
+def has_template(tokenizer: "TokenizerWrapper", system_prompt: str | None) -> bool:
+    if not tokenizer.has_chat_template:
+        if system_prompt is not None:
+            raise InputError(
+                "this tokenizer has no chat template, so --system-prompt can't be used"
+            )
+        typer.echo("This tokenizer has no chat template; the prompt is used as it is.", err=True)
+    return tokenizer.has_chat_template
+
+
+def apply_template(
+    tokenizer: "TokenizerWrapper",
+    prompt: str,
+    system_prompt: str | None,
+    prefill_response: str | None,
+    arguments: dict[str, Any],
+) -> list[int]:
+    messages = [{"role": "user", "content": prompt}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    prefilled = prefill_response is not None
+    if prefill_response is not None:
+        messages.append({"role": "assistant", "content": prefill_response})
+    return tokenizer.apply_chat_template(
+        messages,
+        continue_final_message=prefilled,
+        add_generation_prompt=not prefilled,
+        **arguments,
+    )
+
+
+def show(responses: "Iterator[GenerationResponse]", by_origin: bool) -> "GenerationResponse":
+    """Print the text as it comes; by_origin colours what was drafted."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for response in responses:
+        if by_origin:
+            style = "green" if response.from_draft else ""
+            console.print(Text(response.text, style), end="")
+        else:
+            sys.stdout.write(response.text)
+            sys.stdout.flush()
+    typer.echo()
+    return response
+
+
+def report(responses: "list[GenerationResponse]") -> dict[str, Any]:
+    """The object that --json prints."""
+    last = responses[-1]
+    statistics = last.statistics
+    return {
+        "text": "".join(r.text for r in responses),
+        "tokens": [r.token for r in responses],
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "prompt_tps": last.prompt_tps,
+        "generation_tps": last.generation_tps,
+        "rounds": statistics.rounds,
+        "acceptance_length": statistics.acceptance_length,
+        "accepted_histogram": histogram(statistics.accepted_histogram),
+        "verify_lengths": histogram(statistics.verify_lengths),
+        "peak_memory_gb": last.peak_memory,
+        "finish_reason": last.finish_reason,
+    }
+
+
+def histogram(counts: dict[int, int]) -> dict[str, int]:
+    return {str(key): counts[key] for key in sorted(counts)}
+
+
+def summary(last: "GenerationResponse") -> None:
+    """Speed and acceptance on standard error."""
+    from rich.console import Console
+    from rich.table import Table
+
+    statistics = last.statistics
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_row("prompt", f"{last.prompt_tokens} tokens", f"{last.prompt_tps:.1f} tokens/s")
+    table.add_row(
+        "generation", f"{last.generation_tokens} tokens", f"{last.generation_tps:.1f} tokens/s"
+    )
+    if statistics.rounds:
+        table.add_row(
+            "acceptance",
+            f"{statistics.acceptance_length:.2f} tokens a round",
+            f"{statistics.rounds} rounds, {statistics.accepted} of {statistics.drafted} drafted "
+            "tokens accepted",
+        )
+    table.add_row("peak memory", f"{last.peak_memory:.2f} GB", "")
+    console = Console(stderr=True, highlight=False)
+    console.print(table)
+    if statistics.rounds:
+        console.print(histogram_table(statistics.accepted_histogram))
+
+
+def histogram_table(counts: dict[int, int]) -> "Table":
+    from rich.table import Table
+
+    table = Table("accepted", "rounds", "", box=None, padding=(0, 2))
+    for n in range(max(counts) + 1):
+        bar = "█" * round(40 * counts[n] / max(counts.values()))
+        table.add_row(str(n), str(counts[n]), bar)
+    return table

@@ -79,13 +79,12 @@ class Sampler:
         return apply_xtc(row, self.xtc_probability, self.xtc_threshold, special)
 
     def draft_law(self, scores: mx.array) -> mx.array:
-        """The law [..., K] to draw drafts from, given scores [..., K] of the K candidates.
+        """The law [n, K] to draw drafts from, given scores [n, K] of the K candidates.
 
         The user's truncation without the coin of XTC: any law is lossless, one close to the
         target's is accepted more often.
         """
-        rows = scores.reshape(-1, scores.shape[-1])
-        kept = self.truncate(rows - mx.logsumexp(rows, axis=-1, keepdims=True))
+        kept = self.truncate(scores - mx.logsumexp(scores, axis=-1, keepdims=True))
         if 0 < self.top_k < kept.shape[-1]:
             kept = apply_top_k(kept, self.top_k)
-        return mx.softmax(kept * (1.0 / self.temp), axis=-1).reshape(scores.shape)
+        return mx.softmax(kept * (1.0 / self.temp), axis=-1)

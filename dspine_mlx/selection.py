@@ -29,17 +29,17 @@ def select(proposal: Proposal, sampler: Sampler | None = None) -> Draft:
 
     Nothing is evaluated here. With a sampler the draws come from `mx.random`'s global state.
     """
-    first, transitions = proposal.first, proposal.transitions
+    candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
     if sampler is None:
-        path = walk(first, transitions, mx.zeros(proposal.candidates.shape))
-        return Draft(at(proposal.candidates, path), proposal.candidates, None)
-    first, transitions = sampler.draft_law(first), sampler.draft_law(transitions)
-    noise = mx.random.gumbel(proposal.candidates.shape)
-    path = walk(mx.log(first), mx.log(transitions), noise)
-    rows = mx.take_along_axis(transitions, path[:-1, None, None], axis=1)[:, 0]
-    return Draft(
-        at(proposal.candidates, path), proposal.candidates, mx.concatenate([first[None], rows])
-    )
+        path = walk(first, transitions, mx.zeros(candidates.shape))
+        return Draft(at(candidates, path), candidates, None)
+    M, K = candidates.shape
+    law = sampler.draft_law(mx.concatenate([first[None], transitions.reshape(-1, K)]))
+    scores = mx.log(law)
+    noise = mx.random.gumbel((M, K))
+    path = walk(scores[0], scores[1:].reshape(M - 1, K, K), noise)
+    visited = mx.concatenate([mx.zeros((1,), path.dtype), 1 + K * mx.arange(M - 1) + path[:-1]])
+    return Draft(at(candidates, path), candidates, law[visited])
 
 
 def at(candidates: mx.array, path: mx.array) -> mx.array:

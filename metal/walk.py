@@ -11,6 +11,8 @@ def walk(first: mx.array, transitions: mx.array, noise: mx.array) -> mx.array:
     composed by pointer doubling, ceil(log2(M)) steps in place of M.
     """
     start = mx.argmax(first + noise[0])
+    if not len(transitions):
+        return start[None]
     moves = mx.argmax(transitions + noise[1:, None, :], axis=-1)  # [M-1, K]
     step = 1
     while step < moves.shape[0]:

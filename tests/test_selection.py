@@ -1,0 +1,132 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from dspine_mlx.dflash import Proposal, top_k
+from dspine_mlx.metal.walk import walk
+from dspine_mlx.sampling import Sampler
+from dspine_mlx.selection import select
+
+
+def serial_walk(first: np.ndarray, transitions: np.ndarray, noise: np.ndarray) -> list[int]:
+    path = [int(np.argmax(first + noise[0]))]
+    for t, row in enumerate(transitions, 1):
+        path.append(int(np.argmax(row[path[-1]] + noise[t])))
+    return path
+
+
+@settings(deadline=None, max_examples=60)
+@given(M=st.integers(1, 31), K=st.integers(1, 32), seed=st.integers(0, 999), ties=st.booleans())
+def test_walk_is_the_serial_walk(M: int, K: int, seed: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        values = rng.integers(0, 3, shape) if ties else rng.normal(size=shape)
+        return values.astype(np.float32)
+
+    first, transitions, noise = draw(K), draw(M - 1, K, K), draw(M, K)
+    path = walk(mx.array(first), mx.array(transitions), mx.array(noise))
+    assert path.tolist() == serial_walk(first, transitions, noise)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 4),
+    V=st.integers(1, 9000),
+    k=st.integers(1, 20),
+    seed=st.integers(0, 999),
+    coarse=st.booleans(),
+)
+def test_top_k_is_a_full_sort(n: int, V: int, k: int, seed: int, coarse: bool) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.integers(0, 50, (n, V)) if coarse else rng.normal(size=(n, V))).astype(np.float32)
+    indices, values = map(np.array, top_k(mx.array(logits), k))
+    assert np.array_equal(values, -np.sort(-logits, axis=-1)[:, : min(k, V)])
+    assert np.array_equal(np.take_along_axis(logits, indices, -1), values)
+    for row, found in zip(indices, values, strict=True):
+        assert len(set(row)) == len(row)
+        same = found[1:] == found[:-1]
+        assert (np.diff(row.astype(int))[same] > 0).all()  # equal values in index order
+
+
+def random_proposal(M: int, K: int, V: int) -> Proposal:
+    rng = np.random.default_rng(1)
+    candidates = np.stack([rng.permutation(V)[:K] for _ in range(M)])
+    first, transitions = rng.normal(size=K) * 2, rng.normal(size=(M - 1, K, K)) * 2
+    return Proposal(
+        mx.array(candidates),
+        mx.array(first.astype(np.float32)),
+        mx.array(transitions.astype(np.float32)),
+    )
+
+
+def test_greedy_selection_takes_the_best_of_each_row() -> None:
+    proposal = random_proposal(5, 4, 50)
+    draft = select(proposal)
+    path = serial_walk(np.array(proposal.first), np.array(proposal.transitions), np.zeros((5, 4)))
+    assert draft.tokens.tolist() == [
+        row[i] for row, i in zip(proposal.candidates.tolist(), path, strict=True)
+    ]
+    assert draft.q is None
+
+
+def path_law(proposal: Proposal, temperature: float) -> np.ndarray:
+    """P(path) of two slots, by the definition."""
+    first = np.array(proposal.first, np.float64) / temperature
+    second = np.array(proposal.transitions[0], np.float64) / temperature
+    p = np.exp(first) / np.exp(first).sum()
+    q = np.exp(second) / np.exp(second).sum(axis=1, keepdims=True)
+    return p[:, None] * q
+
+
+@pytest.mark.parametrize(("temperature", "fits"), [(0.7, True), (1.0, False)])
+def test_sampled_paths_follow_the_rows(temperature: float, fits: bool) -> None:
+    """4,000 paths drawn at temperature 0.7; the law at temperature 1 must be told apart."""
+    proposal = random_proposal(2, 3, 20)
+    counts = np.zeros((3, 3))
+    index = [{token: i for i, token in enumerate(row)} for row in proposal.candidates.tolist()]
+    drafts = [select(proposal, Sampler(temp=0.7)) for _ in range(4000)]
+    mx.eval([d.tokens for d in drafts])
+    for draft in drafts:
+        a, b = draft.tokens.tolist()
+        counts[index[0][a], index[1][b]] += 1
+    expected = path_law(proposal, temperature) * counts.sum()
+    p_value = stats.chisquare(counts.ravel(), expected.ravel()).pvalue
+    assert (p_value > 0.01) == fits
+
+
+def test_q_is_the_law_of_the_row_that_was_walked() -> None:
+    proposal = random_proposal(4, 5, 30)
+    sampler = Sampler(temp=0.8)
+    draft = select(proposal, sampler)
+    chosen = zip(proposal.candidates.tolist(), draft.tokens.tolist(), strict=True)
+    path = [row.index(x) for row, x in chosen]
+    rows = [proposal.first] + [proposal.transitions[t, path[t]] for t in range(3)]
+    for q, row in zip(np.array(draft.q), rows, strict=True):
+        scores = np.array(row, np.float64) / 0.8
+        np.testing.assert_allclose(q, np.exp(scores) / np.exp(scores).sum(), rtol=1e-5)
+
+
+def test_a_single_slot_is_drawn_from_its_first_scores() -> None:
+    proposal = random_proposal(1, 5, 30)
+    assert select(proposal).tokens.tolist() == [
+        proposal.candidates[0, mx.argmax(proposal.first)].item()
+    ]
+    scores = np.array(proposal.first, np.float64)
+    q = np.array(select(proposal, Sampler(temp=1)).q)
+    np.testing.assert_allclose(q, [np.exp(scores) / np.exp(scores).sum()], rtol=1e-5)
+
+
+def test_truncation_applies_to_drafts() -> None:
+    proposal = random_proposal(6, 8, 30)
+    for sampler in (
+        Sampler(temp=1, top_k=2),
+        Sampler(temp=1, top_p=0.3),
+        Sampler(temp=1, min_p=0.5),
+    ):
+        q = np.array(select(proposal, sampler).q)
+        assert (q == 0).any()
+        np.testing.assert_allclose(q.sum(axis=-1), 1, rtol=1e-6)

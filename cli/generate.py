@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -303,7 +304,7 @@ def summary(last: "GenerationResponse") -> None:
         console.print(histogram_table(statistics.accepted_histogram))
 
 
-def histogram_table(counts: dict[int, int]) -> "Table":
+def histogram_table(counts: "Counter[int]") -> "Table":
     from rich.table import Table
 
     table = Table("accepted", "rounds", "", box=None, padding=(0, 2))

@@ -1,6 +1,8 @@
 """Speculative decoding on Apple Silicon with DSpine drafters, on MLX and mlx-lm."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,16 +14,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-HOMES = {
-    "GenerationResponse": "response",
-    "InputError": "errors",
-    "Sampler": "sampling",
-    "Statistics": "response",
-    "generate": "generate",
-    "load": "load",
-    "load_drafter": "load",
-    "stream_generate": "generate",
-}
 __all__ = [
     "GenerationResponse",
     "InputError",
@@ -32,10 +24,43 @@ __all__ = [
     "load_drafter",
     "stream_generate",
 ]
+HOMES = {
+    "GenerationResponse": "response",
+    "InputError": "errors",
+    "Sampler": "sampling",
+    "Statistics": "response",
+    "load_drafter": "load",
+    "stream_generate": "generate",
+}
 
 
-def __getattr__(name: str) -> Any:
-    """Public names load mlx-lm only when first used, so that the command line starts fast."""
-    if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+class Package(ModuleType):
+    """Public names load mlx-lm only when first used, so that the command line starts fast.
+
+    `generate` and `load` name a function and a submodule each; here they are the functions,
+    whatever has been imported, and the setters turn away the import system's binding.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in HOMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{self.__name__}.{HOMES[name]}"), name)
+
+    @property
+    def generate(self) -> Any:
+        return import_module(f"{self.__name__}.generate").generate
+
+    @generate.setter
+    def generate(self, module: ModuleType) -> None:
+        pass
+
+    @property
+    def load(self) -> Any:
+        return import_module(f"{self.__name__}.load").load
+
+    @load.setter
+    def load(self, module: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = Package

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from dspine_mlx.errors import InputError
 
+Config = TypeVar("Config", bound="DrafterConfig")
 NESTED = ("dflash_config", "dspine_config")
 
 
@@ -51,7 +52,7 @@ class DrafterConfig:
     top_k: int = 16  # K, candidates a slot
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> "DrafterConfig":
+    def from_dict(cls: type[Config], config: Mapping[str, Any]) -> Config:
         """Build from a checkpoint's config.json; `InputError` names every key that is missing."""
         flat = flatten(config)
         names = [f.name for f in fields(cls) if f.default is MISSING and flat.get(f.name) is None]

@@ -1,6 +1,7 @@
 """The law of what a round emits, computed exactly from the rules' own probabilities."""
 
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -48,8 +49,8 @@ class Toy:
         for picks in product(range(self.K), repeat=self.M):
             draft, chance, rows = self.draft(picks)
             if draft_law_used == "full vocabulary":
-                q = draft.q * 0.8  # as if a fifth of the mass lay outside the candidates
-                draft = draft._replace(q=q)
+                # as if a fifth of the mass lay outside the candidates
+                draft = draft._replace(q=mx.array(draft.q) * 0.8)
             keep = np.array(acceptance(draft, mx.array(rows)), np.float64)
             tokens = draft.tokens.tolist()
             for n in range(self.M + 1):
@@ -128,7 +129,7 @@ def test_greedy_match_counts_the_leading_agreement() -> None:
     assert match(mx.array([], mx.uint32), logprobs[:1], greedy_sampler) == (0, 3)
 
 
-SAMPLERS = {
+SAMPLERS: dict[str, dict[str, Any]] = {
     "temperature": {"temp": 0.8},
     "top-p": {"temp": 0.9, "top_p": 0.7},
     "top-k": {"temp": 1.2, "top_k": 5},
@@ -139,7 +140,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("settings_", SAMPLERS.values(), ids=SAMPLERS)
-def test_match_leaves_the_random_state_of_plain_decoding(settings_: dict[str, float]) -> None:
+def test_match_leaves_the_random_state_of_plain_decoding(settings_: dict[str, Any]) -> None:
     sampler = make_sampler(**settings_)
     logits = mx.random.normal((6, 40))
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -157,7 +158,7 @@ def test_match_leaves_the_random_state_of_plain_decoding(settings_: dict[str, fl
 
 
 @pytest.mark.parametrize("settings_", SAMPLERS.values(), ids=SAMPLERS)
-def test_law_is_what_the_sampler_draws_from(settings_: dict[str, float]) -> None:
+def test_law_is_what_the_sampler_draws_from(settings_: dict[str, Any]) -> None:
     """2,000 draws of mlx-lm's sampler against `Sampler.law` (with XTC: the mean of its coin)."""
     sampler = Sampler(**settings_)
     logits = mx.random.normal((1, 12)) * 2

@@ -1,0 +1,174 @@
+"""The command line as users meet it: separate processes, standard streams, exit status."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typer.testing import CliRunner
+
+from dspine_mlx.cli import app
+from dspine_mlx.cli.generate import histogram_table
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO
+
+TARGET = str(DEMO / "target")
+PROMPT = "Tom has 4 apples and buys 3 more. How many apples does he have?"
+
+
+def run(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dspine_mlx.cli", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def wanted(tokenizer: TokenizerWrapper, prompt: str, **options: float) -> str:
+    """mlx-lm's own text for the shipped target."""
+    if "seed" in options:
+        mx.random.seed(int(options.pop("seed")))
+    model, _ = mlx_lm.load(TARGET)
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True
+    )
+    sampler = make_sampler(**options)
+    return mlx_lm.generate(model, tokenizer, tokens, max_tokens=24, sampler=sampler)
+
+
+def test_the_pair_that_ships_generates_offline(tokenizer: TokenizerWrapper) -> None:
+    result = run("generate", "-p", PROMPT, "-m", "24")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == wanted(tokenizer, PROMPT) + "\n"
+    assert "pair that ships with dspine-mlx" in result.stderr
+    assert "tokens a round" in result.stderr
+
+
+def test_json_is_the_last_line_and_complete(tokenizer: TokenizerWrapper) -> None:
+    result = run("generate", "-p", "-", "-m", "24", "--json", stdin=PROMPT)
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["text"] == wanted(tokenizer, PROMPT)
+    assert report["generation_tokens"] == len(report["tokens"]) <= 24
+    assert set(report) == {
+        "text",
+        "tokens",
+        "prompt_tokens",
+        "generation_tokens",
+        "prompt_tps",
+        "generation_tps",
+        "rounds",
+        "acceptance_length",
+        "accepted_histogram",
+        "verify_lengths",
+        "peak_memory_gb",
+        "finish_reason",
+    }
+    histogram = {int(n): rounds for n, rounds in report["accepted_histogram"].items()}
+    assert sum(histogram.values()) == report["rounds"] == sum(report["verify_lengths"].values())
+    mean = sum(n * rounds for n, rounds in histogram.items()) / report["rounds"]
+    assert report["acceptance_length"] == pytest.approx(1 + mean)
+
+
+def test_a_seed_gives_mlx_lms_text(tokenizer: TokenizerWrapper) -> None:
+    result = run("generate", "-p", PROMPT, "-m", "24", "--temp", "0.9", "--seed", "4", "--quiet")
+    assert result.stdout == wanted(tokenizer, PROMPT, temp=0.9, seed=4) + "\n"
+
+
+BAD_ARGUMENTS = {
+    "no prompt": ([], "there is no prompt"),
+    "empty prompt": (["-p", ""], "the prompt is empty"),
+    "no tokens": (["-p", "a", "-m", "0"], "max_tokens is 0; it must be at least 1"),
+    "negative tokens": (["-p", "a", "-m", "-5"], "max_tokens is -5"),
+    "negative temperature": (["-p", "a", "--temp", "-1"], "temperature is -1.0; it must be"),
+    "top-p above 1": (["-p", "a", "--top-p", "2"], r"top_p is 2.0; it must lie in \[0, 1\]"),
+    "verify length": (["-p", "a", "--verify-length", "x"], "must be 'auto' or a number"),
+    "template arguments": (["-p", "a", "--chat-template-args", "[]"], "must be a JSON object"),
+    "no such model": (["-p", "a", "--model", "./nowhere"], "there is no folder ./nowhere"),
+    "a drafter alone": (["-p", "a", "--draft-model", TARGET], "needs its target"),
+    "a target as drafter": (
+        ["-p", "a", "--model", TARGET, "--draft-model", TARGET],
+        "lacks block_size, mask_token_id, target_layer_ids",
+    ),
+    "long prompt": (["-p", "apple " * 600], "the model's context holds 512"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_input_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["generate", *arguments])
+    assert isinstance(result.exception, InputError)
+    with pytest.raises(InputError, match=message):
+        raise result.exception
+
+
+def test_errors_are_one_sentence_with_a_status(tmp_path: Path) -> None:
+    bad_input = run("generate", "-p", "a", "--model", str(tmp_path))
+    assert bad_input.returncode == 2
+    assert bad_input.stdout == ""
+    expected = f"{tmp_path} has no config.json; give the folder of a model or drafter"
+    assert bad_input.stderr == f"dspine-mlx: {expected}\n"
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    failure = run("generate", "-p", "a", "--model", str(tmp_path))
+    assert failure.returncode == 1
+    assert "Traceback" not in failure.stderr
+    assert failure.stderr.splitlines()[-1].startswith("dspine-mlx: ")
+    debugged = run("--debug", "generate", "-p", "a", "--model", str(tmp_path))
+    assert "Traceback" in debugged.stderr
+    assert run("generate", "--no-such-flag").returncode == 2
+
+
+def test_a_tokenizer_without_a_template_is_said(tmp_path: Path) -> None:
+    for file in Path(TARGET).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    result = run("generate", "-p", "Tom", "-m", "3", "--quiet", "--model", str(tmp_path))
+    assert result.returncode == 0
+    assert "This tokenizer has no chat template" in result.stderr
+    refused = run("generate", "-p", "a", "--system-prompt", "b", "--model", str(tmp_path))
+    assert refused.returncode == 2
+    assert "--system-prompt can't be used" in refused.stderr
+
+
+def test_show_accepted_keeps_the_text(tokenizer: TokenizerWrapper) -> None:
+    result = run("generate", "-p", PROMPT, "-m", "24", "--show-accepted", "--quiet")
+    assert result.stdout == wanted(tokenizer, PROMPT) + "\n"
+
+
+def test_histogram_bars_are_proportional() -> None:
+    table = histogram_table(Counter({0: 10, 2: 5}))
+    assert [list(column.cells) for column in table.columns[:2]] == [
+        ["0", "1", "2"],
+        ["10", "0", "5"],
+    ]
+    assert [len(str(cell)) for cell in table.columns[2].cells] == [40, 0, 20]
+
+
+def test_help_names_the_flags_of_mlx_lm() -> None:
+    from mlx_lm.generate import setup_arg_parser
+
+    text = (
+        CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["generate", "--help"]).stdout
+    )
+    left_out = {
+        "--help",
+        "--image",  # text only
+        "--num-draft-tokens",  # --verify-length
+        "--prompt-cache-file",
+        "--quantize-activations",
+        "--use-default-chat-template",
+        "--verbose",  # --quiet
+    }
+    flags = {max(a.option_strings, key=len) for a in setup_arg_parser()._actions}
+    assert {flag for flag in flags - left_out if flag not in text} == set()

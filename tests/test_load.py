@@ -1,0 +1,218 @@
+"""Loading good folders, and one sentence for every bad one."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import dspine_mlx
+from dspine_mlx.dspine import GATES, DSpine
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import check_context, identify, load_drafter
+from tests.tiny import drafter_config, random_prompt, tiny_dflash, tiny_dspine, tiny_target
+
+
+def torch_layout(drafter: DSpine) -> dict[str, mx.array]:
+    """The drafter's tensors under the names of a SpecForge checkpoint."""
+    weights = dict(tree_flatten(drafter.parameters()))
+    stacked = weights.pop("injection.gates.weight")
+    for name, part in zip(GATES, mx.split(stacked, 3), strict=True):
+        weights[f"injection.{name}.weight"] = part
+    weights["transfer_codes"] = weights.pop("transfer_codes.weight")
+    return weights | {"transfer_ready": mx.array(True)}
+
+
+def config_json(**changes: Any) -> dict[str, Any]:
+    config = drafter_config(rms_norm_eps=1e-6, rope_theta=1e4)
+    taps, mask = config.pop("target_layer_ids"), config.pop("mask_token_id")
+    return (
+        config
+        | {
+            "architectures": ["DSpineDraftModel"],
+            "is_causal": True,
+            "dflash_config": {"target_layer_ids": list(taps), "mask_token_id": mask},
+            "dspine_config": {"transfer_rank": 16, "message_size": 8, "top_k": 4},
+        }
+        | changes
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: nn.Module) -> Path:
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), torch_layout(tiny_dspine(model)))
+    (tmp_path / "config.json").write_text(json.dumps(config_json()))
+    return tmp_path
+
+
+def test_a_torch_layout_loads_as_it_is(folder: Path, model: nn.Module) -> None:
+    ours, built = load_drafter(folder, model), tiny_dspine(model)
+    features = mx.random.normal((1, 5, 64))
+    a = ours.propose(17, features, ours.make_cache())
+    b = built.propose(17, features, built.make_cache())
+    assert all(mx.array_equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
+
+
+def test_loading_binds_without_copies(folder: Path, model: nn.Module) -> None:
+    drafter = load_drafter(folder, model)
+    assert drafter.target.embed is model.model.embed_tokens
+    assert not any("embed" in name for name, _ in tree_flatten(drafter.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_the_drafter_takes_the_targets_dtype(
+    folder: Path, dtype: mx.Dtype, tokenizer: TokenizerWrapper
+) -> None:
+    target = tiny_target()
+    target.set_dtype(dtype)
+    drafter = load_drafter(folder, target)
+    assert {p.dtype for _, p in tree_flatten(drafter.parameters())} == {dtype}
+    text = dspine_mlx.generate(target, tokenizer, random_prompt(5), drafter, max_tokens=6)
+    assert text == dspine_mlx.generate(target, tokenizer, random_prompt(5), max_tokens=6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_drafters_load_and_run(tmp_path: Path, model: nn.Module, bits: int) -> None:
+    drafter = tiny_dspine(model, hidden_size=32, transfer_rank=32, message_size=32)
+    before = drafter.propose(9, mx.random.normal((1, 3, 64)), drafter.make_cache())
+
+    def wide(path: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+    nn.quantize(drafter, group_size=32, bits=bits, class_predicate=wide)
+    assert isinstance(drafter.transfer_codes, nn.QuantizedEmbedding)
+    weights = dict(tree_flatten(drafter.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    config = config_json(dspine_config={"transfer_rank": 32, "message_size": 32, "top_k": 4})
+    config["quantization"] = {"group_size": 32, "bits": bits}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_drafter(tmp_path, model)
+    features = mx.random.normal((1, 3, 64))
+    a = loaded.propose(9, features, loaded.make_cache())
+    b = drafter.propose(9, features, drafter.make_cache())
+    assert all(mx.array_equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
+    assert not mx.array_equal(a.first, before.first)
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config_json(**changes)))
+
+
+def tensors(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> None:
+    weights = mx.load(str(folder / "model.safetensors"))
+    change(weights)
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def replace_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+TAPS = {"target_layer_ids": [0, 9], "mask_token_id": 3}
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config not JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no model\*.safetensors"),
+    "truncated": (truncate, "may be truncated"),
+    "keys missing": (
+        lambda f: rewrite(f, hidden_size=None, vocab_size=None),
+        "lacks hidden_size, vocab_size",
+    ),
+    "a number as a string": (
+        lambda f: rewrite(f, hidden_size="32"),
+        "hidden_size is '32' in the drafter's config.json; it must be int",
+    ),
+    "no taps": (lambda f: rewrite(f, dflash_config={"mask_token_id": 3}), "lacks target_layer_ids"),
+    "wrong hidden size": (lambda f: rewrite(f, hidden_size=64), "the target's is 32"),
+    "wrong vocabulary": (lambda f: rewrite(f, vocab_size=100), "the target's 2048"),
+    "tap out of range": (
+        lambda f: rewrite(f, dflash_config=TAPS),
+        r"it reads layers \[9\], the target has 4 layers",
+    ),
+    "negative tap": (
+        lambda f: rewrite(f, dflash_config=TAPS | {"target_layer_ids": [-1]}),
+        "negative id",
+    ),
+    "other depth": (lambda f: rewrite(f, num_target_layers=36), "made for 36 target layers"),
+    "block size 1": (lambda f: rewrite(f, block_size=1), "block_size 1 leaves no slot"),
+    "not causal": (lambda f: rewrite(f, is_causal=False), "needs a causal block"),
+    "not finite": (
+        lambda f: tensors(f, lambda w: w.update({"fc.weight": w["fc.weight"] * mx.nan})),
+        "not finite: fc.weight",
+    ),
+    "missing and unexpected": (
+        lambda f: tensors(f, lambda w: w.update(extra=w.pop("norm.weight"))),
+        "missing: norm.weight; unexpected: extra",
+    ),
+    "wrong shape": (
+        lambda f: tensors(f, lambda w: w.update({"norm.weight": mx.ones(7)})),
+        r"wrong shape: norm.weight is \[7\], not \[32\]",
+    ),
+    "codes not ready": (
+        lambda f: tensors(f, lambda w: w.update(transfer_ready=mx.array(False))),
+        "transfer_ready is false",
+    ),
+    "a file": (replace_by_file, "is a file"),
+    "no folder": (lambda f: shutil.rmtree(f), "there is no folder"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=BAD)
+def test_bad_folders_are_refused_in_one_sentence(
+    folder: Path, model: nn.Module, spoil: Callable[[Path], Any], message: str
+) -> None:
+    spoil(folder)
+    with pytest.raises(InputError, match=message) as error:
+        load_drafter(folder, model)
+    assert "\n" not in str(error.value)
+
+
+def test_dspine_and_dflash_are_never_confused(model: nn.Module) -> None:
+    flash = dict(tree_flatten(tiny_dflash(model).parameters()))
+    spine = torch_layout(tiny_dspine(model))
+    named_dflash = {"architectures": ["DFlashDraftModel"], "dflash_config": {}}
+    bridged = {"dflash_config": {"selected_prefix_code_bridge": {"rank": 16}}}
+    assert identify(named_dflash, flash) == "dflash"
+    assert identify(named_dflash, spine) == "dspine"
+    with pytest.raises(InputError, match="names are not known here"):
+        identify(bridged, flash)
+    with pytest.raises(InputError, match="no injection"):
+        identify({"dspine_config": {"top_k": 4}}, flash)
+
+
+def test_a_seed_does_not_notice_the_drafter(folder: Path, model: nn.Module) -> None:
+    mx.random.seed(3)
+    wanted = mx.random.uniform().item()
+    mx.random.seed(3)
+    load_drafter(folder, model)
+    assert mx.random.uniform().item() == wanted
+
+
+def test_a_drafter_alone_is_refused() -> None:
+    with pytest.raises(InputError, match="needs its target"):
+        dspine_mlx.load(None, "some/drafter")
+
+
+def test_prompts_must_leave_room() -> None:
+    check_context({"max_position_embeddings": 10}, 9)
+    check_context({}, 10**6)
+    for config in (
+        {"max_position_embeddings": 10},
+        {"text_config": {"max_position_embeddings": 10}},
+    ):
+        with pytest.raises(InputError, match="prompt has 10 tokens; the model's context holds 10"):
+            check_context(config, 10)

@@ -127,6 +127,53 @@ class DSpineConfig(DrafterConfig):
             object.__setattr__(self, "is_causal", True)
 
 
+@dataclass(frozen=True)
+class DSparkConfig(DrafterConfig):
+    """Markov and confidence heads (DeepSpec). The anchor's slot makes the first proposal."""
+
+    first_slot: int = 0
+    markov_rank: int = 0  # r; 0: no Markov head
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    confidence_temperatures: tuple[float, ...] = ()  # one a slot, divides the confidence's logit
+    draft_vocab_size: int | None = None  # tokens the drafter can propose; None: all
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "DSparkConfig":
+        """Also reads `sample_from_anchor`, which some checkpoints state in place of first_slot."""
+        flat = flatten(config)
+        if isinstance(flat.get("sample_from_anchor"), bool):
+            flat.setdefault("first_slot", int(not flat["sample_from_anchor"]))
+        return super().from_dict(flat)  # type: ignore[return-value]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank and self.markov_head_type not in ("vanilla", "gated", "rnn"):
+            raise InputError(
+                f"markov_head_type is {self.markov_head_type!r}; it must be vanilla, gated or rnn"
+            )
+        mixed = self.enable_confidence_head and self.confidence_head_with_markov
+        if mixed and not self.markov_rank:
+            raise InputError("confidence_head_with_markov is true but markov_rank is 0")
+        if len(self.confidence_temperatures) not in (0, self.num_proposals):
+            raise InputError(
+                f"confidence_temperatures has {len(self.confidence_temperatures)} values; "
+                f"this drafter proposes {self.num_proposals} tokens"
+            )
+        if any(t <= 0 for t in self.confidence_temperatures):
+            raise InputError("confidence_temperatures must be above 0")
+        if not 0 < self.num_draft_tokens <= self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size is {self.draft_vocab_size}; the vocabulary has {self.vocab_size}"
+            )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Vd: rows of the drafter's LM head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """One level of keys: nested sections win, rope_parameters over rope_scaling and rope_theta."""
     flat = dict(config)
@@ -154,8 +201,8 @@ def checked(name: str, kind: Any, value: Any) -> Any:
         return None
     kind = str(kind).removeprefix("<class '").removesuffix("'>")
     if kind.startswith("tuple"):
-        item = int if "int" in kind else str
-        if isinstance(value, list | tuple) and all(type(v) is item for v in value):
+        items = {"int": (int,), "float": (int, float), "str": (str,)}[kind[6:].split(",")[0]]
+        if isinstance(value, list | tuple) and all(type(v) in items for v in value):
             return tuple(value)
     elif kind.startswith("dict"):
         if isinstance(value, dict):
@@ -163,6 +210,6 @@ def checked(name: str, kind: Any, value: Any) -> Any:
     elif kind.startswith("float"):
         if type(value) in (int, float):
             return float(value)
-    elif type(value) is (bool if kind.startswith("bool") else int):
+    elif type(value) is {"bool": bool, "str": str}.get(kind.split(" ")[0], int):
         return value
     raise InputError(f"{name} is {value!r} in the drafter's config.json; it must be {kind}")

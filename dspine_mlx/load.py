@@ -14,8 +14,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.config import DrafterConfig, DSpineConfig
+from dspine_mlx.config import DrafterConfig, DSparkConfig, DSpineConfig
 from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.target import Target
@@ -23,6 +24,7 @@ from dspine_mlx.target import Target
 DEMO = Path(__file__).parent / "demo"
 METHODS: dict[str, tuple[type[DFlash], type[DrafterConfig]]] = {
     "dflash": (DFlash, DrafterConfig),
+    "dspark": (DSpark, DSparkConfig),
     "dspine": (DSpine, DSpineConfig),
 }
 
@@ -147,7 +149,6 @@ def identify(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
     injected = any("injection." in name for name in weights)
     bridge = "selected_prefix_code_bridge" in (config.get("dflash_config") or {})
     other = {
-        "markov_head.": "DSpark",
         "candidate_selector.": "DFlash2",
         "prefix_gru.": "Domino",
     }
@@ -163,7 +164,9 @@ def identify(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
         return "dspine"
     if config.get("dspine_config"):
         raise InputError("config.json says DSpine but there are no injection.* tensors")
-    return "dflash"
+    heads = any(part in name for part in ("markov_head.", "confidence_head.") for name in weights)
+    named = any("DSpark" in name for name in config.get("architectures") or [])
+    return "dspark" if heads or named else "dflash"
 
 
 def check_target(config: DrafterConfig, target: Target) -> None:

@@ -27,16 +27,15 @@ class Target:
         self.layers: list[nn.Module] = list(model.layers)
         owner, body = find_body(model)
         self.embed: nn.Module = next(body[name] for name in EMBEDDINGS if name in body)
-        self.lm_head: nn.Module = owner.get("lm_head", self.embed)
+        self.tied = "lm_head" not in owner
+        self.lm_head: nn.Module = self.embed if self.tied else owner["lm_head"]
         self.vocab_size, self.hidden_size = weight_shape(self.embed)
         self.dtype = self.embed["scales" if "scales" in self.embed else "weight"].dtype
         self._rows: dict[int, mx.array] = {}
         self._recording = {cls: recording(cls, self._rows) for cls in set(map(type, self.layers))}
 
     def head(self, states: mx.array) -> mx.array:
-        if self.lm_head is self.embed:
-            return self.embed.as_linear(states)
-        return self.lm_head(states)
+        return self.lm_head.as_linear(states) if self.tied else self.lm_head(states)
 
     def head_rows(self, tokens: mx.array) -> mx.array:
         """The LM head's rows of some tokens: [..., d], dequantised if need be."""

@@ -1,0 +1,408 @@
+"""One drafting round in NumPy float64, from a checkpoint's own tensors and config.
+
+What `convert --verify` and the tests compare the package with: it shares no line with the MLX code
+and reads config.json on its own. Clarity over speed; batch 1, no cache: the context is given whole,
+feature row i is position i, and the anchor stands at position n.
+
+    round = dspine_round(weights, config, target, features, anchor)
+    round.base [M, V], round.candidates [M, K], round.first [K], round.transitions [M-1, K, K]
+
+weights: torch names -> float arrays. config: config.json as published (nested sections are read
+here). target: `Head(embedding [V, d], head [V, d])`. features [n, m*d].
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Weights = Mapping[str, np.ndarray]
+Config = dict[str, Any]
+QWEN3_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+
+
+class Head(NamedTuple):
+    """The target's embedding and LM head, both [V, d]; one array twice when they are tied."""
+
+    embedding: np.ndarray
+    head: np.ndarray
+
+
+class Round(NamedTuple):
+    candidates: np.ndarray  # [M, K], descending base logit
+    first: np.ndarray  # [K]
+    transitions: np.ndarray  # [M-1, K, K]
+    base: np.ndarray  # [M, V] base logits, -inf outside a reduced draft vocabulary
+    confidence: np.ndarray | None = None  # [M, K]
+
+
+# --- config and names ---------------------------------------------------------------------------
+
+
+def flat(config: Config) -> Config:
+    """One level of keys, nested sections first; speculators' names and conventions translated."""
+    if "speculators_model_type" in config:
+        return flat_speculators(config)
+    inner = config["config"] if isinstance(config.get("config"), dict) else config
+    out = dict(inner)
+    for section in ("dflash_config", "dspine_config"):
+        out.update(inner.get(section) or {})
+    out["is_causal"] = inner.get("is_causal")
+    out["causal"] = (inner.get("dflash_config") or {}).get("causal")
+    if out.get("swa_window_size"):
+        out["sliding_window"] = out["swa_window_size"]
+    return with_rope(out)
+
+
+def flat_speculators(config: Config) -> Config:
+    out = QWEN3_DEFAULTS | config["transformer_layer_config"]
+    out |= {k: v for k, v in config.items() if k != "transformer_layer_config"}
+    out["target_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
+    out.setdefault("block_size", 8)
+    method = config["speculators_model_type"]
+    out["first_slot"] = 0 if config.get("sample_from_anchor", method == "dspark") else 1
+    out["is_causal"] = None
+    out["causal"] = False if config.get("sliding_window_non_causal") else None
+    out["window_from_anchor"] = True
+    return with_rope(out)
+
+
+def with_rope(out: Config) -> Config:
+    rope = dict(out.get("rope_parameters") or out.get("rope_scaling") or {})
+    out["rope"] = {"rope_theta": out.get("rope_theta", 1e4)} | rope
+    out["head_dim"] = out.get("head_dim") or out["hidden_size"] // out["num_attention_heads"]
+    return out
+
+
+RENAMES = {
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "logit_head.": "",
+    "codes": "transfer_codes",
+}
+TABLES = ("transfer_codes", "embed_tokens.weight", "lm_head.weight")  # large, read in a few rows
+
+
+class Tensors(Weights):
+    """A checkpoint's tensors without the prefixes and aliases that published files carry, each
+    turned into float64 when it is used, but for the large tables."""
+
+    def __init__(self, weights: Weights):
+        self.weights, self.names = weights, {plain_name(name): name for name in weights}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        value = self.weights[self.names[name]]
+        wide = value.dtype.kind == "f" and name not in TABLES
+        return value.astype(np.float64) if wide else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def plain_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    for old, new in RENAMES.items():
+        if name.startswith(old):
+            name = new + name[len(old) :]
+    return name
+
+
+# --- the backbone -------------------------------------------------------------------------------
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def rope_frequencies(c: Config) -> tuple[np.ndarray, float]:
+    """Radians per position [hd/2], and the factor on cos and sin (YaRN's attention factor)."""
+    dim, rope = c["head_dim"], c["rope"]
+    base = rope["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return base, 1.0
+    factor = rope["factor"]
+    if kind == "linear":
+        return base / factor, 1.0
+    assert kind == "yarn", kind
+    length = rope.get("original_max_position_embeddings", c.get("max_position_embeddings"))
+
+    def dimension(rotations: float) -> float:  # where a full context turns this many times
+        return dim * np.log(length / (rotations * 2 * np.pi)) / (2 * np.log(rope["rope_theta"]))
+
+    low = max(np.floor(dimension(rope.get("beta_fast", 32))), 0)
+    high = min(np.ceil(dimension(rope.get("beta_slow", 1))), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    frequencies = base / factor * ramp + base * (1 - ramp)
+    return frequencies, rope.get("attention_factor") or (0.1 * np.log(factor) + 1)
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, c: Config) -> np.ndarray:
+    """x [heads, n, hd] at absolute positions [n]; halves, or interleaved pairs when told so."""
+    frequencies, factor = rope_frequencies(c)
+    angle = positions[:, None] * frequencies
+    cos, sin = np.cos(angle) * factor, np.sin(angle) * factor
+    out = np.empty_like(x)
+    half = x.shape[-1] // 2
+    if c.get("rope_is_neox_style", True):
+        first, second = slice(0, half), slice(half, None)
+    else:
+        first, second = slice(0, None, 2), slice(1, None, 2)
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def layer_kind(c: Config, layer: int) -> tuple[int | None, bool]:
+    """(window or None, causal) of a layer, by the stated precedence."""
+    sliding = bool(c.get("use_swa"))
+    if c.get("layer_types"):
+        sliding = c["layer_types"][layer] == "sliding_attention"
+    stated = [flag for flag in (c.get("is_causal"), c.get("causal")) if flag is not None]
+    return c["sliding_window"] if sliding else None, stated[0] if stated else sliding
+
+
+def visible(c: Config, layer: int, anchor: int, block: int) -> np.ndarray:
+    """Which keys [anchor + block] each slot [block] sees."""
+    window, causal = layer_kind(c, layer)
+    mask = np.zeros((block, anchor + block), dtype=bool)
+    for slot in range(block):
+        for key in range(anchor + block):
+            if key >= anchor:
+                mask[slot, key] = not causal or key - anchor <= slot
+            elif window is None:
+                mask[slot, key] = True
+            elif c.get("window_from_anchor"):
+                mask[slot, key] = key >= anchor - window
+            else:
+                mask[slot, key] = anchor + slot - key < window
+    return mask
+
+
+def attention(w: Weights, c: Config, layer: int, x: np.ndarray, ctx: np.ndarray) -> np.ndarray:
+    """x [B, d] normalised block rows, ctx [n, d] context rows; keys are context then block."""
+    n_heads, n_kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    at = f"layers.{layer}.self_attn."
+
+    def project(name: str, rows: np.ndarray, heads: int) -> np.ndarray:
+        y = rows @ w[f"{at}{name}.weight"].T
+        if f"{at}{name}.bias" in w:
+            y = y + w[f"{at}{name}.bias"]
+        return y.reshape(len(rows), heads, dim).swapaxes(0, 1)
+
+    n, block, eps = len(ctx), len(x), c["rms_norm_eps"]
+    rows = np.concatenate([ctx, x])
+    q = rms_norm(project("q_proj", x, n_heads), w[f"{at}q_norm.weight"], eps)
+    k = rms_norm(project("k_proj", rows, n_kv), w[f"{at}k_norm.weight"], eps)
+    v = project("v_proj", rows, n_kv) * c.get("attention_value_scale", 1.0)
+    q, k = rotate(q, np.arange(n, n + block), c), rotate(k, np.arange(n + block), c)
+    k, v = k.repeat(n_heads // n_kv, axis=0), v.repeat(n_heads // n_kv, axis=0)
+    scores = q @ k.swapaxes(1, 2) / np.sqrt(dim)
+    scores = np.where(visible(c, layer, n, block), scores, -np.inf)
+    sink = w.get(f"{at}attention_sink_bias")
+    if sink is not None:  # one more key whose value is zero
+        scores = np.concatenate(
+            [scores, np.broadcast_to(sink[:, None, None], (n_heads, block, 1))], 2
+        )
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    p = (p / p.sum(axis=-1, keepdims=True))[..., : n + block]
+    out = (p @ v).swapaxes(0, 1).reshape(block, n_heads * dim) @ w[f"{at}o_proj.weight"].T
+    return out + w.get(f"{at}o_proj.bias", 0.0)
+
+
+def draft_layer(w: Weights, c: Config, layer: int, h: np.ndarray, ctx: np.ndarray) -> np.ndarray:
+    at, eps = f"layers.{layer}.", c["rms_norm_eps"]
+    h = h + attention(w, c, layer, rms_norm(h, w[f"{at}input_layernorm.weight"], eps), ctx)
+    x = rms_norm(h, w[f"{at}post_attention_layernorm.weight"], eps)
+    gate = x @ w[f"{at}mlp.gate_proj.weight"].T
+    return (
+        h
+        + (gate * sigmoid(gate) * (x @ w[f"{at}mlp.up_proj.weight"].T))
+        @ w[f"{at}mlp.down_proj.weight"].T
+    )
+
+
+def context_rows(w: Weights, c: Config, features: np.ndarray) -> np.ndarray:
+    return rms_norm(features @ w["fc.weight"].T, w["hidden_norm.weight"], c["rms_norm_eps"])
+
+
+def embed_block(c: Config, embedding: np.ndarray, anchor: int) -> np.ndarray:
+    tokens = [anchor] + [c["mask_token_id"]] * (c["block_size"] - 1)
+    return embedding[tokens] * c.get("input_embedding_scale", 1.0)
+
+
+def scale_logits(c: Config, logits: np.ndarray) -> np.ndarray:
+    logits = logits * c.get("output_multiplier", 1.0)
+    cap = c.get("final_logit_softcapping")
+    return cap * np.tanh(logits / cap) if cap else logits
+
+
+def top(base: np.ndarray, k: int) -> np.ndarray:
+    """The k best tokens a row, descending; equal logits in index order."""
+    return np.argsort(-base, axis=-1, kind="stable")[:, :k]
+
+
+# --- the three methods --------------------------------------------------------------------------
+
+
+def dflash_round(
+    weights: Weights,
+    config: Config,
+    target: Head,
+    features: np.ndarray,
+    anchor: int,
+    candidates: np.ndarray | None = None,
+    k: int = 16,
+) -> Round:
+    w, c = Tensors(weights), flat(config)
+    h, ctx = embed_block(c, target.embedding, anchor), context_rows(w, c, features)
+    for layer in range(c["num_hidden_layers"]):
+        h = draft_layer(w, c, layer, h, ctx)
+    states = rms_norm(h[c.get("first_slot", 1) :], w["norm.weight"], c["rms_norm_eps"])
+    base = scale_logits(c, states @ target.head.T)
+    candidates = top(base, k) if candidates is None else candidates
+    own = np.take_along_axis(base, candidates, axis=1)
+    M, K = own.shape
+    return Round(candidates, own[0], np.broadcast_to(own[1:, None], (M - 1, K, K)), base)
+
+
+def dspine_round(
+    weights: Weights,
+    config: Config,
+    target: Head,
+    features: np.ndarray,
+    anchor: int,
+    candidates: np.ndarray | None = None,
+    k: int = 16,
+) -> Round:
+    w, c = Tensors(weights), flat(config)
+    c["is_causal"] = True
+    codes = w["transfer_codes"]
+    r, d = codes.shape[1], c["hidden_size"]
+    A, Gq, Gp = (
+        w[f"injection.{name}.weight"] for name in ("message", "receiver_gate", "predecessor_gate")
+    )
+
+    def direction(u: np.ndarray, layer: int) -> np.ndarray:
+        y = u @ w[f"injection.readouts.{layer}.weight"].T
+        return np.sqrt(r) * y / np.maximum(np.linalg.norm(y, axis=-1, keepdims=True), 1e-12)
+
+    def inject(u: np.ndarray, layer: int, previous: np.ndarray) -> np.ndarray:
+        gate = sigmoid(direction(u, layer) @ Gq.T + previous @ Gp.T + w["injection.bias"])
+        write = (gate * (previous @ A.T)) @ w[f"injection.writes.{layer}.weight"].T
+        return u + np.linalg.norm(u, axis=-1, keepdims=True) / np.sqrt(d) * write
+
+    h, ctx = embed_block(c, target.embedding, anchor), context_rows(w, c, features)
+    for layer in range(c["num_hidden_layers"]):
+        u = draft_layer(w, c, layer, h, ctx)
+        z = direction(u[1:], layer)
+        previous = np.concatenate([np.sqrt(r) * codes[anchor][None], z[:-1]])
+        h = np.concatenate([u[:1], inject(u[1:], layer, previous)])
+    base = scale_logits(c, rms_norm(h[1:], w["norm.weight"], c["rms_norm_eps"]) @ target.head.T)
+    candidates = top(base, k) if candidates is None else candidates
+    M, K = candidates.shape
+    table = np.empty((M, K, K))
+    for t in range(M):
+        for i in range(K):
+            token = anchor if t == 0 else candidates[t - 1, i]
+            state = inject(u[t + 1], c["num_hidden_layers"] - 1, np.sqrt(r) * codes[token])
+            state = rms_norm(state, w["norm.weight"], c["rms_norm_eps"])
+            table[t, i] = scale_logits(c, target.head[candidates[t]] @ state)
+    return Round(candidates, table[0, 0], table[1:], base)
+
+
+class MarkovHead:
+    """DSpark's bias of the next token given the one before, and its confidence."""
+
+    def __init__(self, w: Weights, c: Config):
+        self.w, self.kind = w, c.get("markov_head_type", "vanilla")
+        self.rank = c.get("markov_rank", 0)
+        self.with_markov = bool(c.get("confidence_head_with_markov", False)) and self.rank > 0
+
+    def bias(self, h: np.ndarray, previous: int) -> np.ndarray:
+        """Over the draft vocabulary, for one slot's normalised state h [d]; not for kind rnn."""
+        w1, w2 = self.w["markov_head.markov_w1.weight"], self.w["markov_head.markov_w2.weight"]
+        e = w1[previous]
+        if self.kind == "gated":
+            at = "markov_head.gate_proj."
+            e = sigmoid(self.w[f"{at}weight"] @ np.concatenate([h, e]) + self.w[f"{at}bias"]) * e
+        return w2 @ e
+
+    def serial_bias(self, states: np.ndarray, previous: list[int]) -> np.ndarray:
+        """Kind rnn: biases [M, V] along one path, previous[t] being the token before slot t."""
+        w1, w2 = self.w["markov_head.markov_w1.weight"], self.w["markov_head.markov_w2.weight"]
+        at, s, out = "markov_head.joint_proj.", np.zeros(self.rank), []
+        for h, token in zip(states, previous, strict=True):
+            x = np.concatenate([s, w1[token], h])
+            gate, candidate, output = np.split(self.w[f"{at}weight"] @ x + self.w[f"{at}bias"], 3)
+            s = sigmoid(gate) * s + (1 - sigmoid(gate)) * np.tanh(candidate)
+            out.append(w2 @ np.tanh(output))
+        return np.stack(out)
+
+    def confidence(self, h: np.ndarray, previous: int) -> float:
+        if self.with_markov:
+            h = np.concatenate([h, self.w["markov_head.markov_w1.weight"][previous]])
+        at = "confidence_head.proj."
+        return float(sigmoid(self.w[f"{at}weight"][0] @ h + self.w[f"{at}bias"][0]))
+
+
+def dspark_states(
+    w: Weights, c: Config, target: Head, features: np.ndarray, anchor: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Normalised states [M, d] and base logits over the *draft* vocabulary [M, Vd]."""
+    h = embed_block(c, w.get("embed_tokens.weight", target.embedding), anchor)
+    ctx = context_rows(w, c, features)
+    for layer in range(c["num_hidden_layers"]):
+        h = draft_layer(w, c, layer, h, ctx)
+    states = rms_norm(h[c.get("first_slot", 0) :], w["norm.weight"], c["rms_norm_eps"])
+    return states, scale_logits(c, states @ w.get("lm_head.weight", target.head).T)
+
+
+def dspark_round(
+    weights: Weights,
+    config: Config,
+    target: Head,
+    features: np.ndarray,
+    anchor: int,
+    candidates: np.ndarray | None = None,
+    k: int = 16,
+) -> Round:
+    """Vanilla and gated heads, or none (rank 0). Candidates are target ids by base logit."""
+    w, c = Tensors(weights), flat(config)
+    states, draft = dspark_states(w, c, target, features, anchor)
+    ids = np.arange(draft.shape[1]) + w.get("d2t", 0)  # d2t holds offsets
+    base = np.full((len(draft), len(target.embedding)), -np.inf)
+    base[:, ids] = draft
+    candidates = top(base, k) if candidates is None else candidates
+    M, K = candidates.shape
+    table = np.repeat(np.take_along_axis(base, candidates, axis=1)[:, None], K, axis=1)
+    head = MarkovHead(w, c)
+    confidence = np.empty((M, K)) if "confidence_head.proj.weight" in w else None
+    for t in range(M):
+        for i in range(K):
+            token = anchor if t == 0 else candidates[t - 1, i]
+            if head.rank:
+                bias = np.zeros(base.shape[1])
+                bias[ids] = head.bias(states[t], token)
+                table[t, i] += bias[candidates[t]]
+            if confidence is not None:
+                confidence[t, i] = head.confidence(states[t], token)
+    return Round(candidates, table[0, 0], table[1:], base, confidence)

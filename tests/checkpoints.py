@@ -299,7 +299,7 @@ def save(folder: Path, config: Config, weights: Weights, shards: int = 1) -> Pat
     if shards == 1:
         save_file(dict(weights), folder / "model.safetensors")
         return folder
-    index = {}
+    index: dict[str, str] = {}
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         part = names[i::shards]

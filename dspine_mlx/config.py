@@ -145,7 +145,7 @@ class DSparkConfig(DrafterConfig):
         flat = flatten(config)
         if isinstance(flat.get("sample_from_anchor"), bool):
             flat.setdefault("first_slot", int(not flat["sample_from_anchor"]))
-        return super().from_dict(flat)  # type: ignore[return-value]
+        return super().from_dict(flat)
 
     def __post_init__(self) -> None:
         super().__post_init__()

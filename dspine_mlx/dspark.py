@@ -180,7 +180,7 @@ class DSpark(DFlash):
     def confidence(
         self, states: mx.array, previous: mx.array | None, shape: tuple[int, ...]
     ) -> mx.array | None:
-        """Chances [M, K] that slot t stands after candidate i of slot t - 1; None without a head."""
+        """Chances [M, K] that slot t stands after candidate i of t - 1; None without a head."""
         if "confidence_head" not in self:
             return None
         features = mx.broadcast_to(states[:, None], (*shape, states.shape[-1]))

@@ -1,0 +1,107 @@
+"""What a round costs the host outside the two forwards, for a target of 100M parameters.
+
+    LD_PRELOAD=.../libblas.so.3 python tests/bench/loop.py
+
+The CPU backend evaluates in a thread of its own, so the main thread's CPU time is what Python
+spends; of it, building the two forwards' graphs and launching them (mx.eval) are counted apart.
+Also prints the operations in a draft's graph (on the CPU, MLX's fast ones are several each).
+"""
+
+import io
+import statistics
+import time
+from collections import Counter
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import make_prompt_cache
+from prefill_memory import SHAPE
+
+from dspine_mlx.config import DSpineConfig
+from dspine_mlx.dspine import DSpine
+from dspine_mlx.generate import Decoder
+from dspine_mlx.selection import select
+from dspine_mlx.target import Target
+
+ROUNDS = 20
+
+
+class Timed:
+    """Main-thread CPU seconds spent in calls of one method."""
+
+    def __init__(self, owner: object, name: str):
+        self.seconds, self.call = 0.0, getattr(owner, name)
+        object.__setattr__(owner, name, self)
+
+    def __call__(self, *args: object) -> object:
+        start = time.thread_time()
+        result = self.call(*args)
+        self.seconds += time.thread_time() - start
+        return result
+
+
+def pair() -> tuple[nn.Module, DSpine]:
+    shape = SHAPE | {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32000,
+    }
+    extra = {"model_type": "qwen3", "num_hidden_layers": 12, "max_position_embeddings": 8192}
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(shape | extra | {"tie_word_embeddings": True}))
+    config = shape | {
+        "num_hidden_layers": 5,
+        "block_size": 16,
+        "mask_token_id": 3,
+        "target_layer_ids": [1, 3, 5, 7, 9],
+        "transfer_rank": 256,
+        "message_size": 128,
+    }
+    drafter = DSpine(DSpineConfig.from_dict(config))
+    mx.eval(model.parameters(), drafter.parameters())
+    drafter.bind(Target(model))
+    return model, drafter
+
+
+def operations(drafter: DSpine) -> Counter[str]:
+    """Operations in the graph of one proposal and its greedy selection."""
+    features = mx.zeros((1, 4, drafter.feature_size))
+    cache = drafter.make_cache()
+    drafter.extend(features, cache)
+    mx.eval([c.state for c in cache])
+    dot = io.StringIO()
+    mx.export_to_dot(dot, select(drafter.propose(5, features, cache)).tokens)
+    lines = dot.getvalue().splitlines()
+    labels = [line.split('label ="')[1].split('"')[0] for line in lines if 'label ="' in line]
+    return Counter(labels)
+
+
+def main() -> None:
+    model, drafter = pair()
+    counts = operations(drafter)
+    print(f"draft graph: {sum(counts.values())} operations: {dict(counts.most_common(12))}")
+    decoder = Decoder(drafter, make_prompt_cache(model) + drafter.make_cache())
+    for _ in decoder.prefill(mx.random.randint(4, 32000, (128,)), 2048):
+        pass
+    tokens = decoder.speculate(15, float("inf"))
+    forwards = [Timed(drafter, "propose"), Timed(drafter.target, "forward")]
+    forwards += [Timed(mx, "eval"), Timed(mx, "async_eval")]
+    host, graphs, wall = [], [], []
+    while decoder.statistics.rounds < ROUNDS + 3:
+        rounds, cpu, start = decoder.statistics.rounds, time.thread_time(), time.perf_counter()
+        building = sum(f.seconds for f in forwards)
+        while decoder.statistics.rounds == rounds:
+            next(tokens)
+        graphs.append(sum(f.seconds for f in forwards) - building)
+        host.append(time.thread_time() - cpu - graphs[-1])
+        wall.append(time.perf_counter() - start)
+    round_, loop, build = (1e3 * statistics.median(x[3:]) for x in (wall, host, graphs))
+    print(f"median round {round_:.1f} ms; building and launching the forwards {build:.2f} ms")
+    print(f"all other host time {loop:.2f} ms, {loop / round_:.2%} of a round")
+
+
+if __name__ == "__main__":
+    main()

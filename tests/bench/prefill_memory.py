@@ -1,0 +1,88 @@
+"""Peak memory of a 4,000-token prefill, with and without a drafter, on a model with random weights.
+
+    python tests/bench/prefill_memory.py
+
+Prints plain mlx-lm's peak, ours, the drafter's own cache, and ours / (plain + that cache).
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import make_prompt_cache
+
+from dspine_mlx.config import DSpineConfig
+from dspine_mlx.dspine import DSpine
+from dspine_mlx.generate import Decoder, decode
+from dspine_mlx.target import Target
+
+TOKENS, LAYERS = 4000, 10
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}
+
+
+def pair() -> tuple[nn.Module, DSpine]:
+    args = SHAPE | {
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(args))
+    config = SHAPE | {
+        "num_hidden_layers": 3,
+        "block_size": 16,
+        "mask_token_id": 3,
+        "target_layer_ids": [1, 3, 5, 7, 9],
+        "transfer_rank": 64,
+        "message_size": 32,
+    }
+    drafter = DSpine(DSpineConfig.from_dict(config))
+    mx.eval(model.parameters(), drafter.parameters())
+    drafter.bind(Target(model))
+    return model, drafter
+
+
+def peak(run: object) -> int:
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    next(run)  # type: ignore[call-overload]
+    return mx.get_peak_memory() - before
+
+
+def main() -> None:
+    model, drafter = pair()
+    prompt = mx.random.randint(4, SHAPE["vocab_size"], (TOKENS,))
+    plain = peak(generate_step(prompt, model, max_tokens=4, prefill_step_size=512))
+    cache = make_prompt_cache(model) + drafter.make_cache()
+    ours = peak(
+        decode(
+            prompt,
+            Decoder(drafter, cache),
+            mx.default_stream(mx.default_device()),
+            max_tokens=4,
+            length=15,
+            prefill_step_size=512,
+            progress=lambda *_: None,
+        )
+    )
+    own = sum(c.nbytes for c in cache[LAYERS:])
+    weights = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+    print(f"target weights {weights / 1e6:.0f} MB, prompt {TOKENS} tokens, chunks of 512")
+    print(f"plain {plain / 1e6:.1f} MB, with drafter {ours / 1e6:.1f} MB")
+    print(f"the drafter's own cache {own / 1e6:.1f} MB")
+    print(f"ratio {ours / (plain + own):.3f}")
+
+
+if __name__ == "__main__":
+    main()

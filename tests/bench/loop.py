@@ -1,6 +1,6 @@
 """What a round costs the host outside the two forwards, for a target of 100M parameters.
 
-    LD_PRELOAD=.../libblas.so.3 python tests/bench/loop.py
+    LD_PRELOAD=.../libblas.so.3 python -m tests.bench.loop
 
 The CPU backend evaluates in a thread of its own, so the main thread's CPU time is what Python
 spends; of it, building the two forwards' graphs and launching them (mx.eval) are counted apart.
@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
-from prefill_memory import SHAPE
 
 from dspine_mlx.config import DSpineConfig
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.generate import Decoder
 from dspine_mlx.selection import select
 from dspine_mlx.target import Target
+from tests.bench.prefill_memory import SHAPE
 
 ROUNDS = 20
 

@@ -1,6 +1,6 @@
 """Peak memory of a 4,000-token prefill, with and without a drafter, on a model with random weights.
 
-    python tests/bench/prefill_memory.py
+    python -m tests.bench.prefill_memory
 
 Prints plain mlx-lm's peak, ours, the drafter's own cache, and ours / (plain + that cache).
 """

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dspine_mlx import __version__
+from dspine_mlx.cli.bench import bench
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.errors import InputError
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(bench)
 
 
 def version(wanted: bool) -> None:

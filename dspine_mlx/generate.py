@@ -62,7 +62,7 @@ class Decoder:
     def __post_init__(self) -> None:
         layers = len(self.drafter.layers)
         self.cache, self.draft_cache = self.prompt_cache[:-layers], self.prompt_cache[-layers:]
-        self.rollback = Rollback(self.cache)
+        self.rollback = Rollback(self.cache, self.drafter.target.model)
         self.history = mx.array([], mx.uint32)  # tokens fed so far, kept for the processors only
         self.backlog: list[mx.array] = []  # features of the text that the drafter has not seen
         self.pending: mx.array | None = None
@@ -135,7 +135,9 @@ class Decoder:
 
     def verify(self, anchor: mx.array, draft: Draft) -> tuple[list[Token], mx.array]:
         """One target forward over anchor and draft: the tokens that follow, and the next anchor."""
-        logits = self.feed(mx.concatenate([anchor, draft.tokens.astype(anchor.dtype)]))
+        tokens = mx.concatenate([anchor, draft.tokens.astype(anchor.dtype)])
+        with self.rollback.verifying(tokens):
+            logits = self.feed(tokens)
         self.rows, self.pending = 1, None
         logprobs = self.logprobs(logits)
         n, following = accept(draft, logprobs, self.sampler)

@@ -1,15 +1,16 @@
 """The round: propose, verify, accept, roll back, yield."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_cache, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -23,6 +24,7 @@ from dspine_mlx.selection import NO_DRAFT, Draft, select
 from dspine_mlx.verification import accept
 
 Token = tuple[int, mx.array, bool]  # id, logprobs [V], whether the drafter proposed it
+Checkpoints = Mapping[int, Callable[[list[Any]], None]]  # by the number of prompt tokens
 BACKLOG = 64  # plain decoding: positions whose features wait to enter the drafter's cache together
 
 
@@ -33,6 +35,13 @@ class KVQuantization:
     bits: int | None = None
     group_size: int = 64
     start: int = 5000
+
+    def check(self, cache: list[Any]) -> None:
+        if self.bits is not None and any(isinstance(c, RotatingKVCache) for c in cache):
+            raise InputError(
+                f"kv_bits is {self.bits}, but mlx-lm can't quantise rotating caches, which this "
+                "target's sliding windows or max_kv_size need; leave kv_bits out"
+            )
 
     def width_limit(self, position: int) -> float:
         """Rows one forward at this position may feed, so that quantising starts where plain
@@ -62,7 +71,8 @@ class Decoder:
     def __post_init__(self) -> None:
         layers = len(self.drafter.layers)
         self.cache, self.draft_cache = self.prompt_cache[:-layers], self.prompt_cache[-layers:]
-        self.rollback = Rollback(self.cache)
+        self.kv.check(self.cache)
+        self.rollback = Rollback(self.cache, self.drafter.target.model)
         self.history = mx.array([], mx.uint32)  # tokens fed so far, kept for the processors only
         self.backlog: list[mx.array] = []  # features of the text that the drafter has not seen
         self.pending: mx.array | None = None
@@ -74,16 +84,20 @@ class Decoder:
         self.features = self.drafter.no_features()  # of the rows fed since
         self.rows = self.draft_rows = 0
 
-    def prefill(self, prompt: mx.array, step: int) -> Iterator[int]:
+    def prefill(self, prompt: mx.array, step: int, checkpoints: Checkpoints) -> Iterator[int]:
         """Feed all but the prompt's last token, which stays pending; yields each chunk's size."""
-        for start in range(0, prompt.size - 1, step):
-            chunk = prompt[start : min(start + step, prompt.size - 1)]
+        last = prompt.size - 1
+        borders = sorted({0, *range(step, last, step), *checkpoints, last})
+        for start, end in pairwise(borders):
+            chunk = prompt[start:end]
             self.feed(chunk)
             self.drafter.extend(self.features, self.draft_cache)
             self.quantize()
             self.begin()
             mx.eval([c.state for c in self.prompt_cache])
             mx.clear_cache()
+            if end in checkpoints:
+                checkpoints[end](self.prompt_cache)
             yield chunk.size
         self.history = prompt[:-1]
         self.pending = prompt[-1:]
@@ -135,7 +149,9 @@ class Decoder:
 
     def verify(self, anchor: mx.array, draft: Draft) -> tuple[list[Token], mx.array]:
         """One target forward over anchor and draft: the tokens that follow, and the next anchor."""
-        logits = self.feed(mx.concatenate([anchor, draft.tokens.astype(anchor.dtype)]))
+        tokens = mx.concatenate([anchor, draft.tokens.astype(anchor.dtype)])
+        with self.rollback.verifying(tokens):
+            logits = self.feed(tokens)
         self.rows, self.pending = 1, None
         logprobs = self.logprobs(logits)
         n, following = accept(draft, logprobs, self.sampler)
@@ -219,21 +235,23 @@ def decode(
     max_tokens: int,
     length: int,
     prefill_step_size: int,
+    checkpoints: Checkpoints,
     progress: Callable[[int, int], None],
 ) -> Generator[Token, None, None]:
     """mlx-lm's generate_step with a drafter: prefill, then rounds (or plain decoding at length 0).
 
-    On every exit the prompt cache holds the prompt and exactly the yielded tokens.
+    On every exit the prompt cache holds the prompt and exactly the yielded tokens; an exit from
+    prefill leaves the chunks that were done.
     """
     budget = float("inf") if max_tokens < 0 else max_tokens
     with mx.stream(stream):
-        done = 0
-        progress(done, prompt.size)
-        for n in decoder.prefill(prompt, prefill_step_size):
-            done += n
-            progress(done, prompt.size)
-        tokens = decoder.speculate(length, budget) if length else decoder.plain(budget)
         try:
+            done = 0
+            progress(done, prompt.size)
+            for n in decoder.prefill(prompt, prefill_step_size, checkpoints):
+                done += n
+                progress(done, prompt.size)
+            tokens = decoder.speculate(length, budget) if length else decoder.plain(budget)
             for count, token in enumerate(tokens):
                 if count == 0:
                     progress(prompt.size, prompt.size)
@@ -276,6 +294,17 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> m
     return prompt
 
 
+def inside(prompt: mx.array, checkpoints: Checkpoints) -> Checkpoints:
+    """The checkpoints, if each lies before the prompt's last token, which prefill does not feed."""
+    wrong = [n for n in checkpoints if not 0 < n < prompt.size]
+    if wrong:
+        raise InputError(
+            f"prompt_checkpoints has {wrong}; the places must lie between 1 and {prompt.size - 1}, "
+            "the prompt's tokens but the last"
+        )
+    return checkpoints
+
+
 def verify_limit(verify_length: int | str, drafter: DFlash) -> int:
     if verify_length == "auto":
         return drafter.config.num_proposals
@@ -302,6 +331,7 @@ def stream_generate(
     sampler: SamplerFunction | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
+    prompt_checkpoints: Checkpoints | None = None,
     verify_length: int | str = "auto",
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
@@ -320,6 +350,8 @@ def stream_generate(
             tokens, so that a seeded run gives the very tokens of seeded plain decoding.
         prompt_cache: as mlx-lm's, with the drafter's caches after the target's (appended if
             missing). On every exit it holds the prompt and the yielded tokens.
+        prompt_checkpoints: {n: f}: when n tokens of the prompt are in the caches, f gets their
+            list (to copy it; see `dspine_mlx.prefix`). Ignored without a drafter.
         verify_length: drafted tokens offered to the target per round: an int, or "auto".
             0 is plain decoding.
     """
@@ -364,6 +396,7 @@ def stream_generate(
             max_tokens=max_tokens,
             length=verify_limit(verify_length, drafter),
             prefill_step_size=prefill_step_size,
+            checkpoints=inside(prompt, prompt_checkpoints or {}),
             progress=prompt_progress_callback or (lambda *_: None),
         )
     with wired_limit([model, drafter], [stream]), closing(tokens):

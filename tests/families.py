@@ -13,8 +13,8 @@ from mlx.utils import tree_map
 from dspine_mlx.config import DrafterConfig
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.target import Target
+from tests.tiny import MASK, SCRIPTS, VOCABULARY, Scripted
 
-VOCAB = 128
 WINDOW = 24
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "vocab_size": VOCAB,
+    "vocab_size": VOCABULARY,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
     "max_position_embeddings": 4096,
@@ -68,7 +68,7 @@ GEMMA4 = GEMMA | {
     "global_head_dim": 32,
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 32,
-    "vocab_size_per_layer_input": VOCAB,
+    "vocab_size_per_layer_input": VOCABULARY,
     "tie_word_embeddings": True,
 }
 
@@ -222,20 +222,30 @@ def quantizable(path: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
-def random_drafter(model: nn.Module, block_size: int = 8, seed: int = 1) -> DFlash:
-    """A DFlash drafter that fits the model and knows nothing: nearly all it says is refused."""
+def drafter_config(model: nn.Module, **changes: Any) -> DrafterConfig:
     target = Target(model)
-    config = DrafterConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=target.vocab_size,
-        block_size=block_size,
-        mask_token_id=VOCAB - 1,
-        target_layer_ids=(0, len(target.layers) - 2),
-    )
-    mx.random.seed(seed)
-    return DFlash(config).bind(target)
+    config = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": target.vocab_size,
+        "block_size": 8,
+        "mask_token_id": MASK,
+        "target_layer_ids": (0, len(target.layers) - 2),
+    }
+    return DrafterConfig(**config | changes)
+
+
+def random_drafter(model: nn.Module, **changes: Any) -> DFlash:
+    """A DFlash drafter that fits the model and knows nothing: nearly all it says is refused."""
+    mx.random.seed(1)
+    return DFlash(drafter_config(model, **changes)).bind(Target(model))
+
+
+def scripted_drafter(model: nn.Module, text: list[int], script: str, **changes: Any) -> Scripted:
+    """A drafter that knows the text, and spoils it as one of SCRIPTS says."""
+    mx.random.seed(1)
+    return Scripted(drafter_config(model, **changes), text, SCRIPTS[script]).bind(Target(model))

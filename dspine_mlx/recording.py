@@ -1,0 +1,203 @@
+"""What the recurrent layers of one verify forward were fed, so that a prefix of it can be replayed.
+
+A recurrent state after r of n rows follows from the state before and the first r rows that went
+into the recurrence; a convolution's window after r rows is a slice of its input. Both inputs are
+linear in n, where one copy of a gated delta state per row is not affordable (the replay of
+ReplaySSM, as the DSpine paper arXiv:2609.36173 uses it). No layer's body is copied: the very code
+of mlx-lm's mixers runs with a recorder in the place of the function they call.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import getattr_static, signature
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+# mlx-lm's recurrences (output, state) = f(...), and their arguments that have one row per token
+# on axis 1: gated delta (Qwen3.5, Qwen3-Next, Kimi Linear, ...) and Mamba-2.
+RECURRENCES = {
+    "gated_delta_update": ("q", "k", "v", "a", "b", "mask"),
+    "ssm_update": ("hidden_states", "B", "C", "dt", "mask"),
+}
+
+
+class Call:
+    """One call of a recurrence: its arguments, those of them with a row per token, its state."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        per_token: tuple[str, ...],
+        state: mx.array,
+    ):
+        self.function, self.arguments = function, arguments
+        self.per_token, self.state = per_token, state
+
+    def state_after(self, rows: int) -> mx.array:
+        """The recurrence alone, over the first `rows` rows."""
+        first = {
+            name: value[:, :rows]
+            for name, value in self.arguments.items()
+            if name in self.per_token and value is not None
+        }
+        return self.function(**self.arguments | first)[1]
+
+
+class Window:
+    """A causal convolution's input [B, width + n, C]: the window before, then the n new rows."""
+
+    def __init__(self, inputs: mx.array, width: int):
+        self.inputs, self.width = inputs, width
+
+    def state_after(self, rows: int) -> mx.array:
+        return mx.contiguous(self.inputs[:, rows : rows + self.width])
+
+
+class Record:
+    """What one forward fed to the layer of one recurrent cache.
+
+    complete: every slot of the cache is explained by a recorded recurrence or convolution.
+    """
+
+    def __init__(self, cache: ArraysCache):
+        self.cache = cache
+        self.calls: list[Call] = []
+        self.convolutions: list[mx.array] = []
+        self.slots: list[Call | Window] = []
+        self.fed = 0  # rows, if complete
+
+    @property
+    def complete(self) -> bool:
+        return self.fed > 0
+
+    def close(self) -> None:
+        """Match the slots, after the forward: a recurrence's by the very array it returned, the
+        others with the convolutions, in the order of their calls."""
+        convolutions = iter(self.convolutions)
+        fed = set()
+        for state in self.cache.cache:
+            call = next((c for c in self.calls if c.state is state), None)
+            if call is not None:
+                self.slots.append(call)
+                continue
+            inputs = next(convolutions, None)
+            if inputs is None or state is None or inputs.shape[2:] != state.shape[2:]:
+                return
+            self.slots.append(Window(inputs, state.shape[1]))
+            fed.add(inputs.shape[1] - state.shape[1])
+        if len(fed) == 1 and next(convolutions, None) is None:
+            self.fed = fed.pop()
+
+    def states_after(self, rows: int) -> list[mx.array]:
+        return [slot.state_after(rows) for slot in self.slots]
+
+
+class Recorder:
+    """Records the recurrent layers of a model, layer by layer, while `recording`.
+
+    Classes of mixers and of their convolutions are swapped for recording subclasses, as
+    `Target.taps` does it, and swapped back on every exit. No function of a module is replaced, so
+    other models, and other generators between their forwards, see nothing of it.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.records: dict[int, Record] = {}  # by the id of their cache
+        self.current: Record | None = None
+        self.swaps: list[tuple[nn.Module, type]] = []
+        subclasses: dict[type, type] = {}
+        for layer in model.layers:
+            for mixer in filter(is_module, layer.children().values()):
+                convolutions = [m for m in mixer.modules() if isinstance(m, nn.Conv1d)]
+                for module in [mixer, *convolutions] if convolutions else []:
+                    make = self.convolution if isinstance(module, nn.Conv1d) else self.mixer
+                    cls = type(module)
+                    subclasses[cls] = subclasses.get(cls) or make(cls)
+                    self.swaps.append((module, subclasses[cls]))
+
+    @contextmanager
+    def recording(self, records: list[Record]) -> Iterator[None]:
+        """Around one forward. The records are closed after it, but not after an exception."""
+        self.records = {id(record.cache): record for record in records}
+        classes = [type(module) for module, _ in self.swaps]
+        try:
+            for module, cls in self.swaps:
+                module.__class__ = cls
+            yield
+        finally:
+            for (module, _), cls in zip(self.swaps, classes, strict=True):
+                module.__class__ = cls
+            self.records, self.current = {}, None
+        for record in records:
+            record.close()
+
+    def mixer(self, cls: type[nn.Module]) -> type[nn.Module]:
+        """A mixer that names the cache it works on and whose methods call recorded recurrences."""
+        recorder = self
+        methods = {name: getattr_static(cls, name) for name in dir(cls)}
+        own = {name: self.rebound(m) for name, m in methods.items() if calls_recurrence(m)}
+        base_call = own.pop("__call__", methods["__call__"])
+
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            caches = [a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)]
+            recorder.current = recorder.records.get(id(caches[0])) if len(caches) == 1 else None
+            try:
+                return base_call(self, *args, **kwargs)
+            finally:
+                recorder.current = None
+
+        return type(cls.__name__, (cls,), own | {"__call__": call})
+
+    def rebound(self, method: FunctionType) -> FunctionType:
+        """The method's code, with recorders under the names of the recurrences it calls."""
+        names = method.__globals__
+        recorders = {
+            n: self.recurrence(names[n], rows) for n, rows in RECURRENCES.items() if n in names
+        }
+        bound = FunctionType(
+            method.__code__,
+            names | recorders,
+            method.__name__,
+            method.__defaults__,
+            method.__closure__,
+        )
+        bound.__kwdefaults__ = method.__kwdefaults__
+        return bound
+
+    def recurrence(
+        self, function: Callable[..., Any], per_token: tuple[str, ...]
+    ) -> Callable[..., Any]:
+        parameters = signature(function)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            output = function(*args, **kwargs)
+            if self.current is not None:
+                arguments = parameters.bind(*args, **kwargs).arguments
+                self.current.calls.append(Call(function, arguments, per_token, output[1]))
+            return output
+
+        return recorded
+
+    def convolution(self, cls: type[nn.Module]) -> type[nn.Module]:
+        recorder = self
+
+        def call(self: nn.Module, inputs: mx.array) -> mx.array:
+            if recorder.current is not None:
+                recorder.current.convolutions.append(inputs)
+            return cls.__call__(self, inputs)
+
+        return type(cls.__name__, (cls,), {"__call__": call})
+
+
+def is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def calls_recurrence(method: Any) -> bool:
+    return isinstance(method, FunctionType) and any(
+        n in method.__code__.co_names for n in RECURRENCES
+    )

@@ -187,6 +187,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
     },
     "lfm2_moe": LFM2 | EXPERTS | {"use_expert_bias": True, "num_dense_layers": 1},
+    "rwkv7": {
+        "norm_eps": 1e-6,
+        "a_low_rank_dim": 8,
+        "v_low_rank_dim": 8,
+        "gate_low_rank_dim": 8,
+        "decay_low_rank_dim": 8,
+    },
+    "recurrent_gemma": {
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": WINDOW,
+        "block_types": ["recurrent", "attention"] * 2,
+        "num_key_value_heads": 1,
+    },
     "jamba": {
         "attn_layer_offset": 1,
         "attn_layer_period": 2,

@@ -52,15 +52,14 @@ def test_greedy_text_is_mlx_lms(tokenizer: TokenizerWrapper, family: str, bits: 
     """Prompt and text run past the window; one drafter knows nothing, the other a lot."""
     model = model_of(family, bits)
     prompt = random_prompt(WINDOW - 7)
-    plain = plain_tokens(model, tokenizer, prompt, max_tokens=32)
+    plain = plain_tokens(model, tokenizer, prompt, max_tokens=26)
     names = list(SCRIPTS)
     script = names[list(FAMILIES).index(family) % len(names)]
     for drafter in (
-        scripted_drafter(model, prompt + plain, "now and then", block_size=16),
-        scripted_drafter(model, prompt + plain, script, block_size=5),
+        scripted_drafter(model, prompt + plain, script, block_size=16),
         random_drafter(model, block_size=4),
     ):
-        assert drafted(model, tokenizer, prompt, drafter, max_tokens=32) == plain
+        assert drafted(model, tokenizer, prompt, drafter, max_tokens=26) == plain
 
 
 @pytest.mark.parametrize("taken", [1, 4, 9])

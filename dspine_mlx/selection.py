@@ -32,7 +32,7 @@ def select(proposal: Proposal, sampler: Sampler | None = None) -> Draft:
     """
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
     M, K = candidates.shape
-    rows = mx.concatenate([first[None], transitions.reshape(-1, K)])
+    rows = mx.concatenate([first[None], transitions.reshape((M - 1) * K, K)])
     law, noise = None, mx.zeros((M, K))
     if sampler is not None:
         law = sampler.draft_law(rows)

@@ -88,6 +88,7 @@ def block_chances(draft: Draft, p: mx.array) -> tuple[mx.array, mx.array]:
     first i tokens stand with chance h_i = m_i / (m_i + 1 - P_i) if no longer block does; h_l = P_l.
     More tokens stand than token by token, and the text has the same law.
     """
+    assert draft.q is not None
     total = mx.cumsum(mx.log(ratios(draft, p)))
     total = mx.concatenate([mx.zeros((1,), total.dtype), total])
     reach = mx.exp(total - mx.cummax(total))  # the recursion, unrolled: log P is a reflected walk
@@ -110,6 +111,7 @@ def residual(draft: Draft, p: mx.array, n: mx.array, weight: float | mx.array = 
     max(weight p - q, 0) after a rejection, where weight is 1 token by token and P_n for a block; p
     itself after the whole draft, or where rounding leaves nothing of the difference.
     """
+    assert draft.q is not None
     K, rows = draft.candidates.shape[-1], len(p)
     q = mx.concatenate([draft.q, mx.zeros((1, K), draft.q.dtype)])[n]
     candidates = mx.concatenate([draft.candidates, mx.zeros((1, K), draft.candidates.dtype)])[n]

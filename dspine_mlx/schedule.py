@@ -42,7 +42,7 @@ PARK, RESUME = (
     1.02,
     1.05,
 )  # expected speed over plain decoding: below it drafting stops, above it resumes
-FIRST_PROBE, LAST_PROBE = 16, 256  # plain tokens before a probe; doubled by every one that fails
+FIRST_PROBE, LAST_PROBE = 16, 256  # plain tokens between probes; doubled by every one that fails
 
 
 def verify_length(chances: np.ndarray, seconds: np.ndarray, rate: float) -> int:
@@ -193,6 +193,8 @@ class Auto:
         self.interval, self.countdown = FIRST_PROBE, FIRST_PROBE // 2
         self.watched: Watch | None = None
         self.last = 0.0  # clock at the last plain token; 0: not usable
+        if not self.rounds and not self.belief.calibration.rounds:
+            self.parked, self.countdown = True, 0  # nothing is known: look at one draft first
         if self.hopeless(depth):
             self.parked = True
 

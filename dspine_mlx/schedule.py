@@ -179,8 +179,10 @@ class Auto:
         costs: Costs,
         calibration: Calibration,
         explain: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        self.costs, self.belief, self.explain = costs, Belief(calibration), explain
+        self.costs, self.belief = costs, Belief(calibration)
+        self.explain, self.clock = explain, clock
         self.parked = False
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
@@ -220,9 +222,9 @@ class Auto:
         return admitted(chances, self.belief.means, seconds, rate)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        started = time.perf_counter()
+        started = self.clock()
         mx.eval(draft.tokens, draft.evidence)
-        self.verifying = time.perf_counter()
+        self.verifying = self.clock()
         self.drafting = seconds + self.verifying - started
         self.depth = depth
         self.chances = self.belief.chances(self.belief.log_odds(draft.evidence))
@@ -230,7 +232,7 @@ class Auto:
         return self.picked
 
     def learn(self, accepted: int) -> None:
-        verifying = time.perf_counter() - self.verifying
+        verifying = self.clock() - self.verifying
         self.costs.observe_round(self.drafting, verifying, 1 + self.picked, self.depth)
         self.belief.expect(self.chances)
         for slot in range(min(self.picked, accepted + 1)):
@@ -268,7 +270,7 @@ class Auto:
         self.statistics.probes += 1
 
     def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
-        now = time.perf_counter()
+        now = self.clock()
         self.statistics.plain += 1
         self.countdown -= 1
         if self.last > 0 and now - waiting > 0.2 * (now - self.last):  # else the reader was slow

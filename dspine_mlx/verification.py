@@ -89,9 +89,10 @@ def block_chances(draft: Draft, p: mx.array) -> tuple[mx.array, mx.array]:
     More tokens stand than token by token, and the text has the same law.
     """
     assert draft.q is not None
-    total = mx.cumsum(mx.log(ratios(draft, p)))
-    total = mx.concatenate([mx.zeros((1,), total.dtype), total])
-    reach = mx.exp(total - mx.cummax(total))  # the recursion, unrolled: log P is a reflected walk
+    reaches = [mx.array(1, p.dtype)]
+    for ratio in ratios(draft, p):
+        reaches.append(mx.minimum(1, reaches[-1] * ratio))
+    reach = mx.stack(reaches)
     # q is 0 outside the candidates, so m_i = P_i - sum over the candidates of min(P_i p_i, q_{i+1})
     covered = mx.take_along_axis(p[1 : len(draft.q)], draft.candidates[1:], axis=-1)
     mass = reach[1:-1] - mx.minimum(reach[1:-1, None] * covered, draft.q[1:]).sum(axis=-1)

@@ -151,6 +151,7 @@ class DFlash(nn.Module):
     def bind(self, target: Target) -> "DFlash":
         """Use the target's embedding and head; they stay out of this module's parameters."""
         object.__setattr__(self, "target", target)
+        object.__setattr__(self, "schedule", None)  # made by dspine_mlx.schedule at first use
         return self
 
     def no_features(self) -> mx.array:

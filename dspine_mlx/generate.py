@@ -20,6 +20,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.response import GenerationResponse, Statistics
 from dspine_mlx.rollback import Rollback
 from dspine_mlx.sampling import Sampler
+from dspine_mlx.schedule import Policy, policy_for
 from dspine_mlx.selection import NO_DRAFT, Draft, select
 from dspine_mlx.verification import accept
 
@@ -69,7 +70,7 @@ class Decoder:
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
-        layers = len(self.drafter.layers)
+        layers, self.slots = len(self.drafter.layers), self.drafter.config.num_proposals
         self.cache, self.draft_cache = self.prompt_cache[:-layers], self.prompt_cache[-layers:]
         self.kv.check(self.cache)
         self.rollback = Rollback(self.cache, self.drafter.target.model)
@@ -121,47 +122,66 @@ class Decoder:
             logits = mx.concatenate(rows)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
-    def speculate(self, length: int, budget: float) -> Iterator[Token]:
-        """Rounds of at most `length` drafted tokens, until `budget` tokens or a stop token."""
+    def tokens(self, policy: Policy, budget: float) -> Iterator[Token]:
+        """Rounds while drafting pays, plain decoding while it does not, until `budget` tokens or a
+        stop token."""
+        while budget > 0:
+            for token in (self.plain if policy.parked else self.speculate)(policy, budget):
+                budget = 0 if token[0] in self.stop else budget - 1
+                yield token
+
+    def speculate(self, policy: Policy, budget: float) -> Iterator[Token]:
+        """Rounds of drafted tokens, until the policy parks."""
         block: list[Token] = []  # verified in the last round, not yet yielded
         anchor = self.pending
         while True:
             budget -= len(block)
-            ended = budget < 1 or (bool(block) and block[-1][0] in self.stop)
+            ended = budget < 1 or policy.parked or (bool(block) and block[-1][0] in self.stop)
             position = self.rollback.position + self.features.shape[1]
-            limit = int(min(length, budget - 1, self.kv.width_limit(position) - 1))
-            draft = NO_DRAFT if ended or limit < 1 else self.propose(anchor, limit)
+            limit = int(min(self.slots, budget - 1, self.kv.width_limit(position) - 1))
+            started, draft = time.perf_counter(), NO_DRAFT
+            if not ended and limit > 0:
+                draft = self.propose(anchor)
+            drafting = time.perf_counter() - started
             yield from self.emit(block)
             if ended:
                 return
             self.commit()
-            block, anchor = self.verify(anchor, draft)
+            if draft is NO_DRAFT:
+                block, anchor, _ = self.verify(anchor, draft, 0)
+                continue
+            length = policy.length(draft, limit, self.rollback.position, drafting)
+            block, anchor, n = self.verify(anchor, draft, length)
+            policy.learn(n)
+            self.statistics.record(length, sum(drafted for *_, drafted in block))
 
-    def propose(self, anchor: mx.array, limit: int) -> Draft:
-        """Start drafting `limit` tokens after the anchor; it runs while tokens are yielded."""
+    def propose(self, anchor: mx.array) -> Draft:
+        """Start drafting after the anchor; it runs while tokens are yielded."""
         law = self.sampler if isinstance(self.sampler, Sampler) else None
         features = mx.concatenate([*self.backlog, self.features], axis=1)
         proposal = self.drafter.propose(anchor, features, self.draft_cache)
         self.backlog, self.draft_rows = [], self.features.shape[1]
-        draft = select(proposal, law).first(limit)
-        mx.async_eval(draft.tokens)
+        draft = select(proposal, law)
+        mx.async_eval(draft.tokens, draft.evidence)
         return draft
 
-    def verify(self, anchor: mx.array, draft: Draft) -> tuple[list[Token], mx.array]:
-        """One target forward over anchor and draft: the tokens that follow, and the next anchor."""
-        tokens = mx.concatenate([anchor, draft.tokens.astype(anchor.dtype)])
-        with self.rollback.verifying(tokens):
-            logits = self.feed(tokens)
+    def verify(
+        self, anchor: mx.array, draft: Draft, length: int
+    ) -> tuple[list[Token], mx.array, int]:
+        """One target forward over the anchor and `length` drafted tokens: the tokens that follow,
+        the next anchor, and how many drafted tokens stood."""
+        fed = mx.concatenate([anchor, draft.tokens[:length].astype(anchor.dtype)])
+        with self.rollback.verifying(fed):
+            logits = self.feed(fed)
         self.rows, self.pending = 1, None
         logprobs = self.logprobs(logits)
-        n, following = accept(draft, logprobs, self.sampler)
+        tested = length if draft.q is None else length + 1  # the last row can test one more
+        n, following = accept(draft.first(tested), logprobs, self.sampler)
         tokens = [*draft.tokens.tolist()[:n], following]
         end = next((i for i, token in enumerate(tokens) if token in self.stop), n)
         block = [(token, logprobs[i], i < n) for i, token in enumerate(tokens[: end + 1])]
         self.features = self.features[:, : 1 + n]
-        if draft.tokens.size:
-            self.statistics.record(draft.tokens.size, sum(drafted for *_, drafted in block))
-        return block, mx.array([following], anchor.dtype)
+        return block, mx.array([following], anchor.dtype), n
 
     def emit(self, block: list[Token]) -> Iterator[Token]:
         for token, logprobs, drafted in block:
@@ -171,14 +191,24 @@ class Decoder:
                 self.pending = mx.array([token], self.fed.dtype)
             yield token, logprobs, drafted
 
-    def plain(self, budget: float) -> Iterator[Token]:
-        """One token a forward, the next forward always running while a token is yielded."""
+    def plain(self, policy: Policy, budget: float) -> Iterator[Token]:
+        """One token a forward, the next forward always running while a token is yielded, until the
+        policy drafts again. A probe's draft runs along, its cache kept up from the backlog."""
+        self.commit()
         token, logprobs = self.step(self.pending)
         self.rows, self.pending = 1, None
         while budget > 0:
             self.commit()
+            if not policy.parked:
+                self.pending = token
+                yield token.item(), logprobs, False
+                return
+            if policy.probing(self.rollback.position):
+                policy.watch(self.propose(token))
             following = self.step(token)
             self.rows = 1
+            waiting = time.perf_counter()
+            policy.plain(token.item(), logprobs, waiting, self.rollback.position)
             yield token.item(), logprobs, False
             if token.item() in self.stop:
                 return
@@ -233,26 +263,27 @@ def decode(
     stream: mx.Stream,
     *,
     max_tokens: int,
-    length: int,
+    verify_length: int | str,
     prefill_step_size: int,
     checkpoints: Checkpoints,
     progress: Callable[[int, int], None],
 ) -> Generator[Token, None, None]:
-    """mlx-lm's generate_step with a drafter: prefill, then rounds (or plain decoding at length 0).
+    """mlx-lm's generate_step with a drafter: prefill, then rounds or plain decoding.
 
     On every exit the prompt cache holds the prompt and exactly the yielded tokens; an exit from
     prefill leaves the chunks that were done.
     """
     budget = float("inf") if max_tokens < 0 else max_tokens
     with mx.stream(stream):
+        policy = policy_for(verify_length, decoder.drafter, decoder.sampler)
         try:
             done = 0
             progress(done, prompt.size)
             for n in decoder.prefill(prompt, prefill_step_size, checkpoints):
                 done += n
                 progress(done, prompt.size)
-            tokens = decoder.speculate(length, budget) if length else decoder.plain(budget)
-            for count, token in enumerate(tokens):
+            policy.begin(decoder.statistics, decoder.sampler, decoder.rollback.position)
+            for count, token in enumerate(decoder.tokens(policy, budget)):
                 if count == 0:
                     progress(prompt.size, prompt.size)
                 yield token
@@ -260,6 +291,7 @@ def decode(
                     mx.clear_cache()
         finally:
             decoder.settle()
+            decoder.statistics.verdict = policy.verdict(decoder.rollback.position)
 
 
 def make_caches(
@@ -303,14 +335,6 @@ def inside(prompt: mx.array, checkpoints: Checkpoints) -> Checkpoints:
             "the prompt's tokens but the last"
         )
     return checkpoints
-
-
-def verify_limit(verify_length: int | str, drafter: DFlash) -> int:
-    if verify_length == "auto":
-        return drafter.config.num_proposals
-    if isinstance(verify_length, int) and verify_length >= 0:
-        return min(verify_length, drafter.config.num_proposals)
-    raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
 
 
 def plain_tokens(
@@ -357,6 +381,8 @@ def stream_generate(
     """
     if max_tokens == 0 or max_tokens < -1:
         raise InputError(f"max_tokens is {max_tokens}; it must be at least 1, or -1 for no limit")
+    if verify_length != "auto" and not (isinstance(verify_length, int) and verify_length >= 0):
+        raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     prompt = encode(tokenizer, prompt)
@@ -394,7 +420,7 @@ def stream_generate(
             decoder,
             stream,
             max_tokens=max_tokens,
-            length=verify_limit(verify_length, drafter),
+            verify_length=verify_length,
             prefill_step_size=prefill_step_size,
             checkpoints=inside(prompt, prompt_checkpoints or {}),
             progress=prompt_progress_callback or (lambda *_: None),

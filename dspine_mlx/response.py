@@ -8,13 +8,16 @@ from mlx_lm.generate import GenerationResponse as PlainResponse
 
 @dataclass
 class Statistics:
-    """Counts of one generation. A round is one verify forward of at least one drafted token."""
+    """Counts of one generation. A round is a proposal and the verify forward after it."""
 
     rounds: int = 0
     drafted: int = 0  # tokens that were offered to the target
     accepted: int = 0  # of these, the ones that stood
     accepted_histogram: Counter[int] = field(default_factory=Counter)
     verify_lengths: Counter[int] = field(default_factory=Counter)
+    plain: int = 0  # tokens decoded plainly, while drafting was parked
+    probes: int = 0  # drafts made meanwhile, only to be compared with the plain tokens
+    verdict: str = ""  # why the text was drafted or not, in words; set at its end
 
     def record(self, drafted: int, accepted: int) -> None:
         self.rounds += 1

@@ -15,6 +15,7 @@ class Draft(NamedTuple):
     tokens: mx.array  # [M]
     candidates: mx.array  # [M, K]
     q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
+    evidence: mx.array | None = None  # [M] log-odds that slot t stands after t - 1, uncalibrated
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]
@@ -30,17 +31,32 @@ def select(proposal: Proposal, sampler: Sampler | None = None) -> Draft:
     Nothing is evaluated here. With a sampler the draws come from `mx.random`'s global state.
     """
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
-    if sampler is None:
-        path = walk(first, transitions, mx.zeros(candidates.shape))
-        return Draft(at(candidates, path), candidates, None)
     M, K = candidates.shape
-    law = sampler.draft_law(mx.concatenate([first[None], transitions.reshape(-1, K)]))
-    scores = mx.log(law)
-    noise = mx.random.gumbel((M, K))
-    path = walk(scores[0], scores[1:].reshape(M - 1, K, K), noise)
-    visited = mx.concatenate([mx.zeros((1,), path.dtype), 1 + K * mx.arange(M - 1) + path[:-1]])
-    return Draft(at(candidates, path), candidates, law[visited])
+    rows = mx.concatenate([first[None], transitions.reshape((M - 1) * K, K)])
+    law, noise = None, mx.zeros((M, K))
+    if sampler is not None:
+        law = sampler.draft_law(rows)
+        rows, noise = mx.log(law), mx.random.gumbel((M, K))
+    path = walk(rows[0], rows[1:].reshape(M - 1, K, K), noise)
+    before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
+    visited = before + mx.maximum(0, 1 + K * (mx.arange(M) - 1))
+    return Draft(
+        mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0],
+        candidates,
+        None if law is None else law[visited],
+        evidence(proposal.confidence, before, rows[visited]),
+    )
 
 
-def at(candidates: mx.array, path: mx.array) -> mx.array:
-    return mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0]
+def evidence(confidence: mx.array | None, before: mx.array, rows: mx.array) -> mx.array:
+    """Log-odds [M] that slot t stands given that slot t - 1 does, as the drafter has it.
+
+    From its confidence [M, K] at the predecessor's index before[t]; without one, the log-odds of
+    the top entry of the row [K] of scores that slot t was picked from.
+    """
+    if confidence is not None:
+        c = mx.take_along_axis(confidence, before[:, None], axis=1)[:, 0]
+        return mx.log(c) - mx.log1p(-c)
+    top = mx.argmax(rows, axis=-1, keepdims=True)
+    others = mx.where(mx.arange(rows.shape[-1]) == top, -mx.inf, rows)
+    return rows.max(axis=-1) - mx.logsumexp(others, axis=-1)

@@ -14,18 +14,27 @@ from dspine_mlx.selection import Draft
 def accept(draft: Draft, logprobs: mx.array, sampler: SamplerFunction) -> tuple[int, int]:
     """The number n of drafted tokens that stand, and the token that follows them.
 
-    draft: l tokens; logprobs: [l + 1, V], the target's on anchor + tokens. A draft with a law is
-    put to the ratio test (Leviathan et al., arXiv:2211.17192), a one-hot draft is compared with
-    what the sampler picks from each row. Evaluates once.
+    logprobs: [l + 1, V], the target's on the anchor and the draft's first l tokens. A one-hot draft
+    has l tokens and is compared with what the sampler picks from each row. A draft with a law is
+    put to a ratio test, as a block; it may have l + 1 tokens: the last row then tests the last
+    token, which follows if it stands. Evaluates once.
     """
     if draft.q is None:
         return match(draft.tokens, logprobs, sampler)
     if not isinstance(sampler, Sampler):
         raise TypeError("a sampled draft needs a Sampler whose law is known")
-    p = sampler.law(logprobs)
-    uniform = mx.random.uniform(shape=draft.tokens.shape)
-    n = accepted(acceptance(draft, p), uniform)
-    following = mx.random.categorical(mx.log(residual(draft, p, n)))
+    p, uniform = sampler.law(logprobs), mx.random.uniform(shape=draft.tokens.shape)
+    if sampler.xtc_probability > 0:
+        # A block's end depends on rows after it, whose coins will be tossed again next round.
+        n, weight = accepted(acceptance(draft, p), uniform), mx.array(1.0)
+    else:
+        reach, keep = block_chances(draft, p)
+        n = longest_kept(keep, uniform)
+        weight = reach[n]
+    following = mx.random.categorical(mx.log(residual(draft, p, n, weight)))
+    if len(p) == len(draft.tokens):
+        following = mx.where(n == len(p), draft.tokens[-1].astype(following.dtype), following)
+        n = mx.minimum(n, len(p) - 1)
     mx.eval(n, following)
     return n.item(), following.item()
 
@@ -54,12 +63,17 @@ def match(tokens: mx.array, logprobs: mx.array, sampler: SamplerFunction) -> tup
     return n, wanted[n].item()
 
 
-def acceptance(draft: Draft, p: mx.array) -> mx.array:
-    """min(1, p(x)/q(x)) of each drafted token: [l]. A token that q can't produce is never kept."""
+def ratios(draft: Draft, p: mx.array) -> mx.array:
+    """p(x)/q(x) of each drafted token: [l]. A token that q can't produce counts as 0."""
     x = draft.tokens[:, None]
-    p_x = mx.take_along_axis(p[:-1], x, axis=-1)[:, 0]
+    p_x = mx.take_along_axis(p[: len(x)], x, axis=-1)[:, 0]
     q_x = mx.where(draft.candidates == x, draft.q, 0).sum(axis=-1)
-    return mx.where(q_x > 0, mx.minimum(1, p_x / q_x), 0)
+    return mx.where(q_x > 0, p_x / q_x, 0)
+
+
+def acceptance(draft: Draft, p: mx.array) -> mx.array:
+    """Token by token (Leviathan et al., arXiv:2211.17192): x stands with min(1, p(x)/q(x)): [l]."""
+    return mx.minimum(1, ratios(draft, p))
 
 
 def accepted(probabilities: mx.array, uniform: mx.array) -> mx.array:
@@ -67,14 +81,41 @@ def accepted(probabilities: mx.array, uniform: mx.array) -> mx.array:
     return mx.cumprod((uniform < probabilities).astype(mx.int32)).sum()
 
 
-def residual(draft: Draft, p: mx.array, n: mx.array) -> mx.array:
-    """The law of the token after n accepted ones, up to a factor: [V].
+def block_chances(draft: Draft, p: mx.array) -> tuple[mx.array, mx.array]:
+    """Block verification (Sun et al., arXiv:2403.10444) of l tokens: P_0 .. P_l and h_1 .. h_l.
 
-    max(p_n - q_n, 0) after a rejection, p itself after all l were accepted or where rounding
-    leaves nothing of the difference.
+    P_i = min(1, P_{i-1} p(x_i)/q(x_i)); with m_i = sum_v max(P_i p_i(v) - q_{i+1}(v), 0), the
+    first i tokens stand with chance h_i = m_i / (m_i + 1 - P_i) if no longer block does; h_l = P_l.
+    More tokens stand than token by token, and the text has the same law.
     """
-    K = draft.candidates.shape[-1]
-    q = mx.concatenate([draft.q, mx.zeros((1, K))])[n]
+    assert draft.q is not None
+    reaches = [mx.array(1, p.dtype)]
+    for ratio in ratios(draft, p):
+        reaches.append(mx.minimum(1, reaches[-1] * ratio))
+    reach = mx.stack(reaches)
+    # q is 0 outside the candidates, so m_i = P_i - sum over the candidates of min(P_i p_i, q_{i+1})
+    covered = mx.take_along_axis(p[1 : len(draft.q)], draft.candidates[1:], axis=-1)
+    mass = reach[1:-1] - mx.minimum(reach[1:-1, None] * covered, draft.q[1:]).sum(axis=-1)
+    mass = mx.maximum(mass, 0)
+    short = mass + 1 - reach[1:-1]
+    return reach, mx.concatenate([mx.where(short > 0, mass / short, 1), reach[-1:]])
+
+
+def longest_kept(chances: mx.array, uniform: mx.array) -> mx.array:
+    """The largest i whose test i = 1 .. l succeeds, or 0."""
+    return mx.max(mx.where(uniform < chances, mx.arange(1, len(chances) + 1), 0))
+
+
+def residual(draft: Draft, p: mx.array, n: mx.array, weight: float | mx.array = 1.0) -> mx.array:
+    """The law of the token after n drafted ones that stand, up to a factor: [V].
+
+    max(weight p - q, 0) after a rejection, where weight is 1 token by token and P_n for a block; p
+    itself after the whole draft, or where rounding leaves nothing of the difference.
+    """
+    assert draft.q is not None
+    K, rows = draft.candidates.shape[-1], len(p)
+    q = mx.concatenate([draft.q, mx.zeros((1, K), draft.q.dtype)])[n]
     candidates = mx.concatenate([draft.candidates, mx.zeros((1, K), draft.candidates.dtype)])[n]
-    left = mx.maximum(p[n].at[candidates].add(-q), 0)
-    return mx.where(left.sum() > 0, left, p[n])
+    p_n = p[mx.minimum(n, rows - 1)]
+    left = mx.maximum((weight * p_n).at[candidates].add(-q), 0)
+    return mx.where(left.sum() > 0, left, p_n)

@@ -107,7 +107,7 @@ SCRIPTS: dict[str, Callable[[int, list[int]], list[int]]] = {
     "right": lambda position, right: right,
     "wrong": lambda position, right: [(token + 1) % VOCABULARY for token in right],
     "right but the last": lambda position, right: [*right[:-1], (right[-1] + 1) % VOCABULARY],
-    "ends early": lambda position, right: [*right[:2], 2, *right[3:]],
+    "ends early": lambda position, right: [*right[:2], 2, *right[3:]][: len(right)],
     "now and then": lambda position, right: [
         token if (position + i) % 3 else 5 for i, token in enumerate(right)
     ],

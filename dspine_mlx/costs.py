@@ -1,0 +1,309 @@
+"""What a step costs here: seconds of plain decoding, drafting and verifying, by width and depth.
+
+A curve is measured for the loaded pair at first use and cached by chip, pair and MLX version; while
+text is generated the times of the real steps correct it: heat, other load and depth are followed.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from dspine_mlx.dflash import DFlash
+from dspine_mlx.rollback import Rollback
+from dspine_mlx.selection import select
+
+log = logging.getLogger(__name__)
+CACHE = Path.home() / ".cache" / "dspine-mlx"
+FORMAT = 1
+DEPTHS = (64, 2048)  # context positions at which a curve is measured
+SECONDS = 3.0  # a measurement stops repeating after about this long
+BALANCE = 30  # FLOP a byte at which Apple GPUs turn from bandwidth- to compute-bound (M1 38, M5 26)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at two context depths; linear in the depth between and beyond them."""
+
+    depths: tuple[int, int]
+    plain: tuple[float, float]  # a token of pipelined plain decoding
+    draft: tuple[float, float]  # one proposal
+    verify: tuple[tuple[float, ...], tuple[float, ...]]  # a target forward over 1 .. M + 1 rows
+    measured: bool = True
+
+    def __post_init__(self) -> None:
+        seconds = [*self.plain, *self.draft, *self.verify[0], *self.verify[1]]
+        if len(self.verify[0]) != len(self.verify[1]) or len(self.verify[0]) < 2:
+            raise ValueError("verify must name as many widths at both depths, at least 2")
+        if not all(math.isfinite(s) and s > 0 for s in seconds) or self.depths[0] >= self.depths[1]:
+            raise ValueError("seconds must be above 0 and depths ascending")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Curve":
+        """From JSON; ValueError, KeyError or TypeError when it is not a curve."""
+        low, high = data["verify"]
+        return cls(
+            (int(data["depths"][0]), int(data["depths"][1])),
+            (float(data["plain"][0]), float(data["plain"][1])),
+            (float(data["draft"][0]), float(data["draft"][1])),
+            (tuple(map(float, low)), tuple(map(float, high))),
+            bool(data["measured"]),
+        )
+
+    def at(self, depth: int) -> np.ndarray:
+        """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""
+        low, high = (
+            np.array([p, *v, d])
+            for p, v, d in zip(self.plain, self.verify, self.draft, strict=True)
+        )
+        share = max(0.0, (depth - self.depths[0]) / (self.depths[1] - self.depths[0]))
+        return low + share * np.maximum(high - low, 0)
+
+
+class Costs:
+    """A curve and what real steps have taught since.
+
+    Prediction: curve * exp(drift + own). Both are running means of the clipped logarithm of
+    observed over predicted seconds: drift is common to all steps (heat, load), own belongs to one
+    kind of step and reaches half as far with each width in between.
+    """
+
+    def __init__(self, curve: Curve):
+        self.curve = curve
+        self.widths = len(curve.verify[0])
+        self.drift, self.own = 0.0, np.zeros(self.widths + 2)
+        self.observations = 0
+        self.depth, self.base = -1, np.zeros(0)
+
+    def predict(self, depth: int) -> np.ndarray:
+        if depth != self.depth:
+            self.depth, self.base = depth, self.curve.at(depth)
+        return self.base * np.exp(self.drift + self.own)
+
+    def plain(self, depth: int) -> float:
+        return float(self.predict(depth)[0])
+
+    def draft(self, depth: int) -> float:
+        return float(self.predict(depth)[-1])
+
+    def verify(self, depth: int) -> np.ndarray:
+        """Seconds of a forward over 1 .. M + 1 rows."""
+        return self.predict(depth)[1:-1]
+
+    def observe_plain(self, seconds: float, depth: int) -> None:
+        self.observe(0, seconds, depth)
+
+    def observe_round(self, draft: float, verify: float, width: int, depth: int) -> None:
+        self.observe(width, verify, depth)
+        self.observe(self.widths + 1, draft, depth)
+
+    def observe(self, kind: int, seconds: float, depth: int) -> None:
+        """kind: 0 plain, 1 .. M + 1 a verify width, M + 2 a draft, as in `predict`."""
+        if not seconds > 0:
+            log.warning("a clock went backwards (%s s for a step); this time is ignored", seconds)
+            return
+        error = math.log(seconds / self.predict(depth)[kind])
+        self.observations += 1
+        settled = self.curve.measured or self.observations > 3
+        error = min(0.7, max(-0.7, error)) if settled else error
+        self.drift += max(0.1, 1 / (1 + self.observations)) * error
+        reach = np.zeros(len(self.own))
+        if 0 < kind <= self.widths:
+            reach[1:-1] = 0.5 ** np.abs(np.arange(1, self.widths + 1) - kind)
+        reach[kind] = 1
+        self.own = 0.999 * self.own + 0.05 * error * reach
+
+
+def costs_of(drafter: DFlash, measured: bool = True) -> Costs:
+    """The costs of a bound pair: from the cache, else measured now and cached; or only guessed."""
+    if not measured:
+        return Costs(guess(drafter))
+    key = pair_key(drafter)
+    path = CACHE / f"costs-{digest(key)}.json"
+    curve = read_curve(path, key, drafter.config.num_proposals + 1)
+    if curve is None:
+        curve = measure(drafter)
+        write_json(path, {"key": key, "curve": asdict(curve)})
+    return Costs(curve)
+
+
+def pair_key(drafter: DFlash) -> dict[str, str]:
+    """What a measurement depends on. Models are known by their tensors' names, shapes, dtypes."""
+    return {
+        "format": str(FORMAT),
+        "device": device_name(),
+        "blas": os.environ.get("LD_PRELOAD", ""),  # MLX has no name for the library it is using
+        "mlx": mx.__version__,
+        "target": structure(drafter.target.model),
+        "drafter": structure(drafter),
+    }
+
+
+def device_name() -> str:
+    if mx.metal.is_available():
+        return str(mx.device_info()["device_name"])
+    return f"{platform.system()} {platform.machine()} with {os.cpu_count()} processors"
+
+
+def structure(module: Any) -> str:
+    tensors = tree_flatten(module.parameters())
+    return digest([[name, list(value.shape), str(value.dtype)] for name, value in tensors])
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def read_curve(path: Path, key: dict[str, str], widths: int) -> Curve | None:
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        curve = Curve.from_dict(data["curve"])
+        if data["key"] != key or len(curve.verify[0]) != widths:
+            raise ValueError("it belongs to another pair")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        log.warning("%s can't be used (%s); the costs are measured again", path, error)
+        return None
+    return curve
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write atomically; a folder that can't be written is only warned about."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(data, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        log.warning("%s can't be written (%s); it will be made again next time", path, error)
+
+
+def guess(drafter: DFlash) -> Curve:
+    """A roofline: rows are free until the chip is compute-bound. Real steps set the scale.
+
+    Weights of b bytes a parameter feed BALANCE * b / 2 rows at full bandwidth; a CPU is taken to be
+    compute-bound from the second row on, at half of the first row's cost each.
+    """
+    target, own = (
+        sum(value.nbytes for _, value in tree_flatten(m.parameters()))
+        for m in (drafter.target.model, drafter)
+    )
+    widths = range(1, drafter.config.num_proposals + 2)
+    if mx.metal.is_available():
+        packed = any("scales" in m for m in drafter.target.model.modules())
+        free = BALANCE * (0.56 if packed else 2) / 2
+        verify = tuple(max(1.0, w / free) for w in widths)
+    else:
+        verify = tuple(1 + 0.5 * (w - 1) for w in widths)
+    second = 1e-11 * target  # of one row, at 100 GB/s
+    low = tuple(second * v for v in verify)
+    draft = second * max(0.05, own / target)
+    return Curve(
+        DEPTHS, (second, second * 1.1), (draft, draft), (low, tuple(1.1 * s for s in low)), False
+    )
+
+
+def measure(drafter: DFlash, seconds: float = SECONDS) -> Curve:
+    """Median times of interleaved repetitions after a warm-up, on caches of their own."""
+    bench = Bench(drafter)
+    all_widths = list(range(1, drafter.config.num_proposals + 2))
+    some = sorted({1, 2, (1 + len(all_widths)) // 2, len(all_widths)})
+    low = bench.medians(DEPTHS[0], all_widths, 0.7 * seconds)
+    high = bench.medians(DEPTHS[1], some, 0.3 * seconds)
+    slopes = np.interp(all_widths, some, [max(0.0, high[w] - low[w]) for w in some])
+    return Curve(
+        DEPTHS,
+        (low["plain"], max(high["plain"], low["plain"])),
+        (low["draft"], max(high["draft"], low["draft"])),
+        (
+            tuple(low[w] for w in all_widths),
+            tuple(low[w] + float(s) for w, s in zip(all_widths, slopes, strict=True)),
+        ),
+    )
+
+
+class Bench:
+    """Steps of a pair on scratch caches."""
+
+    def __init__(self, drafter: DFlash):
+        self.drafter, self.target = drafter, drafter.target
+        self.cache = make_prompt_cache(self.target.model)
+        self.draft_cache = drafter.make_cache()
+        self.rollback = Rollback(self.cache, self.target.model)
+        self.forward(8)
+        drafter.extend(self.features, self.draft_cache)
+
+    def forward(self, width: int) -> mx.array:
+        tokens = mx.zeros((width,), mx.uint32)
+        logits, self.features = self.target.forward(
+            tokens, self.cache, self.drafter.config.target_layer_ids
+        )
+        return mx.argmax(logits, axis=-1)
+
+    def verify(self, width: int) -> None:
+        self.rollback.checkpoint()
+        mx.eval(self.forward(width), self.features)
+        self.rollback.accept(0)
+
+    def draft(self) -> None:
+        proposal = self.drafter.propose(0, self.features[:, :2], self.draft_cache)
+        draft = select(proposal)
+        mx.eval(draft.tokens, draft.evidence)
+        for c in self.draft_cache:
+            c.trim(min(2, self.features.shape[1]))
+
+    def plain(self, tokens: int = 4) -> None:
+        """Tokens of pipelined plain decoding: the next forward runs while one is read."""
+        self.rollback.checkpoint()
+        following = self.forward(1)
+        mx.async_eval(following)
+        for _ in range(tokens - 1):
+            token, following = following, self.forward(1)
+            mx.async_eval(following)
+            mx.eval(token)
+        mx.eval(following)
+        self.rollback.accept(0)
+
+    def deepen(self, depth: int) -> None:
+        """Fill the attention caches up to depth positions; what the rows hold takes no time."""
+        for c in [*self.cache, *self.draft_cache]:
+            if type(c) in (KVCache, RotatingKVCache) and c.offset < depth:
+                B, heads, _, size = c.keys.shape
+                rows = mx.zeros((B, heads, depth - c.offset, size), c.keys.dtype)
+                c.update_and_fetch(rows, mx.zeros((*rows.shape[:3], c.values.shape[3]), rows.dtype))
+        mx.eval([c.state for c in self.draft_cache])
+
+    def medians(self, depth: int, widths: list[int], seconds: float) -> dict[int | str, float]:
+        self.deepen(depth)
+        steps: dict[int | str, Callable[[], None]] = {"plain": self.plain, "draft": self.draft}
+        steps |= {w: (lambda w=w: self.verify(w)) for w in widths}  # type: ignore[misc]
+        times: dict[int | str, list[float]] = {name: [] for name in steps}
+        for step in steps.values():  # the first run of a width may compile kernels
+            step()
+        started = time.perf_counter()
+        while len(times["draft"]) < 7 and (
+            len(times["draft"]) < 3 or time.perf_counter() - started < seconds
+        ):
+            for name, step in steps.items():
+                begun = time.perf_counter()
+                step()
+                times[name].append(max(time.perf_counter() - begun, 1e-9))
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        return medians | {"plain": medians["plain"] / 4}

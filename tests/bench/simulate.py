@@ -1,0 +1,203 @@
+"""What the policy would do on machines one does not have: recorded rounds against any cost curve.
+
+    python -m tests.bench.simulate [--curve NAME] [--trace FILE.npz] [--depth 512] [--explain]
+    python -m tests.bench.simulate --record FILE.npz [--model M --draft-model D] PROMPTS.txt
+
+A trace holds, for every position of greedy texts, the evidence of the block drafted there and how
+many of its tokens the text has: greedy text does not depend on the lengths, so replaying is exact.
+The policy is the real one, on a clock of its own that each step moves by the curve. curves.json has
+published costs of Apple chips (relative costs of rows, scaled to a step; attention's share of each
+row grows with the context). Nothing in it was measured here but the last entry.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dspine_mlx.calibration import Calibration, uncalibrated
+from dspine_mlx.costs import Costs, Curve
+from dspine_mlx.response import Statistics
+from dspine_mlx.schedule import Auto, Fixed, Policy
+from dspine_mlx.selection import Draft
+
+HERE = Path(__file__).parent
+DEPTHS = (512, 16384)
+
+
+@dataclass
+class Trace:
+    """One text: at each position the evidence [n, M] of a block and the tokens [n] that stand."""
+
+    evidence: np.ndarray
+    stands: np.ndarray
+
+    def draft(self, position: int) -> Draft:
+        """Token 1 stands for agreement: the watched text is all ones."""
+        M = self.evidence.shape[1]
+        tokens = np.where(np.arange(M) < self.stands[position], 1, 0)
+        evidence = mx.array(self.evidence[position].astype(np.float32))
+        return Draft(mx.array(tokens), mx.array(tokens[:, None]), None, evidence)
+
+
+def curve_of(entry: dict[str, Any], slots: int) -> Curve:
+    """Seconds of a published entry, for blocks of some slots."""
+    widths = np.arange(1, slots + 2)
+    known = np.array([int(w) for w in entry["rows"]])
+    step, attention = entry["step_ms"] / 1e3, entry["kv_ms_per_1k"] / 1e3 * DEPTHS[1] / 1e3
+    low = step * np.interp(widths, known, list(entry["rows"].values()))
+    high = low + attention * widths
+    draft = entry["draft"] * step
+    return Curve(
+        DEPTHS,
+        (step, step + attention),
+        (draft, draft * 1.2),
+        (tuple(low.tolist()), tuple(high.tolist())),
+    )
+
+
+@dataclass
+class Machine:
+    """A clock that steps move by their cost, times a noise that they can't foresee."""
+
+    curve: Curve
+    noise: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.now = 0.0
+        self.rng = np.random.default_rng(self.seed)
+
+    def take(self, seconds: float) -> float:
+        seconds *= float(np.exp(self.noise * self.rng.standard_normal()))
+        self.now += seconds
+        return seconds
+
+
+def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
+    """Seconds of the whole text under a policy, from a context of `start` positions on."""
+    begun, i, n = machine.now, 0, len(trace.stands)
+    policy.begin(Statistics(), lambda x: x, start)
+    while i < n:
+        depth = start + i
+        plain, *rows, draft = machine.curve.at(depth)
+        if policy.parked:
+            if policy.probing(depth):
+                policy.watch(trace.draft(i))
+                machine.take(draft)
+            waiting = machine.now
+            machine.take(plain)
+            policy.plain(1, mx.array(0), waiting, depth)
+            i += 1
+            continue
+        limit = min(trace.evidence.shape[1], n - i - 1)
+        length = policy.length(trace.draft(i), limit, depth, machine.take(draft))
+        machine.take(rows[length])
+        stood = int(min(length, trace.stands[i]))
+        policy.learn(stood)
+        i += stood + 1
+    return machine.now - begun
+
+
+def compare(
+    traces: list[Trace], curve: Curve, calibration: Calibration | None = None, start: int = 512
+) -> dict[str, float]:
+    """Speed over plain decoding of the policy, over all texts in order, and of each fixed length."""
+    M = traces[0].evidence.shape[1]
+    machine = Machine(curve)
+    auto = Auto(Costs(curve), calibration or uncalibrated(M), clock=lambda: machine.now)
+    policies: dict[str, Policy] = {"auto": auto} | {str(n): Fixed(n) for n in range(M + 1)}
+    seconds = {
+        name: sum(replay(trace, policy, machine, start) for trace in traces)
+        for name, policy in policies.items()
+    }
+    return {name: seconds["0"] / s for name, s in seconds.items()}
+
+
+def made_up(tokens: int, slots: int, ease: float, seed: int, informed: float = 1.0) -> Trace:
+    """Evidence that is true (times `informed`, 0: says nothing), in a text whose ease wanders."""
+    rng = np.random.default_rng(seed)
+    wander = np.convolve(rng.standard_normal(tokens + 40), np.ones(40) / 40**0.5, "valid")[:tokens]
+    slot = -0.15 * np.arange(slots)
+    log_odds = ease + 1.2 * wander[:, None] + slot + 1.5 * rng.standard_normal((tokens, slots))
+    stood = rng.uniform(size=log_odds.shape) < 1 / (1 + np.exp(-log_odds))
+    mean = np.log(stood.mean() / (1 - stood.mean()))
+    evidence = informed * log_odds + (1 - informed) * mean
+    return Trace(evidence, np.cumprod(stood, axis=1).sum(axis=1))
+
+
+def load_trace(path: Path) -> list[Trace]:
+    data = np.load(path)
+    ends = np.cumsum(data["lengths"])[:-1]
+    parts = zip(np.split(data["evidence"], ends), np.split(data["stands"], ends), strict=True)
+    return [Trace(evidence.astype(float), stands) for evidence, stands in parts]
+
+
+def record(model: Any, tokenizer: Any, drafter: Any, prompt: str, tokens: int) -> Trace:
+    """Draft at every position of the target's greedy text."""
+    from mlx_lm import stream_generate
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from dspine_mlx.selection import select
+
+    given = tokenizer.encode(prompt)
+    text = [*given, *(r.token for r in stream_generate(model, tokenizer, given, max_tokens=tokens))]
+    taps = drafter.config.target_layer_ids
+    _, features = drafter.target.forward(mx.array(text), make_prompt_cache(model), taps)
+    cache, evidence, stands = drafter.make_cache(), [], []
+    drafter.extend(features[:, : len(given) - 1], cache)
+    M = drafter.config.num_proposals
+    for i in range(len(given), len(text) - M):
+        draft = select(drafter.propose(text[i - 1], features[:, cache[0].offset : i - 1], cache))
+        agree = draft.tokens == mx.array(text[i : i + M])
+        evidence.append(np.array(draft.evidence))
+        stands.append(mx.cumprod(agree.astype(mx.int32)).sum().item())
+    return Trace(np.array(evidence), np.array(stands))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompts", nargs="?", type=Path)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--curve", default="")
+    parser.add_argument("--depth", type=int, default=512)
+    args = parser.parse_args()
+    if args.record:
+        from dspine_mlx.load import load
+
+        model, tokenizer, drafter = load(args.model, args.draft_model)
+        lines = args.prompts.read_text(encoding="utf-8").splitlines()
+        traces = [record(model, tokenizer, drafter, line, args.tokens) for line in lines if line]
+        np.savez_compressed(
+            args.record,
+            evidence=np.concatenate([t.evidence for t in traces]).astype(np.float16),
+            stands=np.concatenate([t.stands for t in traces]).astype(np.uint8),
+            lengths=[len(t.stands) for t in traces],
+        )
+        return
+    traces = (
+        load_trace(args.trace) if args.trace else [made_up(400, 7, 1.2, seed) for seed in range(5)]
+    )
+    print(f"{'':40} {'auto':>6} {'best fixed':>12}   fixed 1, 2, ...")
+    for entry in json.loads((HERE / "curves.json").read_text(encoding="utf-8")):
+        if args.curve in entry["name"]:
+            curve = curve_of(entry, traces[0].evidence.shape[1])
+            speed = compare(traces, curve, start=args.depth)
+            fixed = {name: s for name, s in speed.items() if name != "auto"}
+            best = max(fixed, key=fixed.__getitem__)
+            others = " ".join(f"{s:.2f}" for name, s in fixed.items() if name != "0")
+            print(
+                f"{entry['name']:40} {speed['auto']:6.2f} {fixed[best]:7.2f} ({best:>2})   {others}"
+            )
+
+
+if __name__ == "__main__":
+    main()

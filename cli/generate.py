@@ -4,6 +4,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -49,6 +51,22 @@ def generate(
             rich_help_panel=PAIR,
         ),
     ] = "auto",
+    no_profile: Annotated[
+        bool,
+        typer.Option(
+            "--no-profile",
+            help="For verify length 'auto': guess what a step costs at first, don't measure it.",
+            rich_help_panel=PAIR,
+        ),
+    ] = False,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Print, per round, survivals, costs and the length chosen.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-m", help="Tokens to generate at most; -1: no limit.")
     ] = 256,
@@ -127,20 +145,19 @@ def generate(
 ) -> None:
     """Generate text: the target's own, with a drafter that makes it come faster."""
     import mlx.core as mx
-    from mlx_lm.sample_utils import make_sampler
 
-    from dspine_mlx.generate import stream_generate
+    from dspine_mlx.generate import check_numbers, stream_generate
     from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
     from dspine_mlx.sampling import Sampler
+    from dspine_mlx.schedule import prepare
 
+    check_numbers(max_tokens, "auto", prefill_step_size, max_kv_size)
     text = read_prompt(prompt)
     template = parse_object("--chat-template-args", chat_template_args)
     length = parse_verify_length(verify_length)
-    sampling = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
-    sampler: Any = Sampler(*sampling)
+    sampler = Sampler(temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
     if seed is not None:  # as mlx_lm.generate: before loading, which draws initial weights
         mx.random.seed(seed)
-        sampler = make_sampler(*sampling)  # compared with row by row: its draws, its text
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
@@ -151,7 +168,12 @@ def generate(
         tokenizer_config={"trust_remote_code": trust_remote_code},
     )
     for token in extra_eos_token or []:
-        tokenizer.add_eos_token(token)
+        add_eos_token(tokenizer, token)
+    if drafter is not None and length == "auto":
+        line = partial(typer.echo, err=True) if explain else None
+        prepare(drafter, profile=not no_profile, explain=line)
+    special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.generate
+    sampler = replace(sampler, xtc_special_tokens=special)
     if not ignore_chat_template and has_template(tokenizer, system_prompt):
         tokens = apply_template(tokenizer, text, system_prompt, prefill_response, template)
     else:
@@ -164,7 +186,8 @@ def generate(
         tokens,
         drafter,
         max_tokens=max_tokens,
-        sampler=sampler,
+        # With a seed, mlx-lm's own function: compared with row by row, its draws give its text.
+        sampler=sampler if seed is None else sampler.function,
         verify_length=length,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,
@@ -173,7 +196,7 @@ def generate(
         quantized_kv_start=quantized_kv_start,
     )
     if as_json:
-        typer.echo(json.dumps(report(list(responses))))
+        typer.echo(json.dumps(report(responses)))
     else:
         last = show(responses, show_accepted)
         if not quiet:
@@ -183,10 +206,23 @@ def generate(
 def read_prompt(prompt: str | None) -> str:
     if prompt is None:
         raise InputError("there is no prompt; give one with -p TEXT, or '-p -' for standard input")
-    text = sys.stdin.read() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
+    if prompt == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input is not UTF-8: {error}") from error
+    else:
+        text = prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text:
         raise InputError("the prompt is empty; give at least one token")
     return text
+
+
+def add_eos_token(tokenizer: "TokenizerWrapper", token: str) -> None:
+    try:
+        tokenizer.add_eos_token(token)
+    except ValueError as error:
+        raise InputError(f"--extra-eos-token {token!r} is no token of this model") from error
 
 
 def parse_object(flag: str, value: str) -> dict[str, Any]:
@@ -196,6 +232,9 @@ def parse_object(flag: str, value: str) -> dict[str, Any]:
         parsed = None
     if not isinstance(parsed, dict):
         raise InputError(f"{flag} is {value!r}; it must be a JSON object")
+    own = parsed.keys() & {"add_generation_prompt", "continue_final_message"}
+    if own:
+        raise InputError(f"{flag} sets {', '.join(own)}, which --prefill-response decides")
     return parsed
 
 
@@ -239,29 +278,24 @@ def apply_template(
 
 
 def show(responses: "Iterator[GenerationResponse]", by_origin: bool) -> "GenerationResponse":
-    """Print the text as it comes; by_origin colours what was drafted."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
+    """Print the text as it comes; by_origin colours what was drafted (on a terminal)."""
     for response in responses:
-        if by_origin:
-            style = "green" if response.from_draft else ""
-            console.print(Text(response.text, style), end="")
-        else:
-            sys.stdout.write(response.text)
-            sys.stdout.flush()
+        drafted = by_origin and response.from_draft
+        typer.echo(typer.style(response.text, fg="green") if drafted else response.text, nl=False)
     typer.echo()
     return response
 
 
-def report(responses: "list[GenerationResponse]") -> dict[str, Any]:
+def report(responses: "Iterator[GenerationResponse]") -> dict[str, Any]:
     """The object that --json prints."""
-    last = responses[-1]
+    text, tokens = "", []
+    for last in responses:
+        text += last.text
+        tokens.append(last.token)
     statistics = last.statistics
     return {
-        "text": "".join(r.text for r in responses),
-        "tokens": [r.token for r in responses],
+        "text": text,
+        "tokens": tokens,
         "prompt_tokens": last.prompt_tokens,
         "generation_tokens": last.generation_tokens,
         "prompt_tps": last.prompt_tps,
@@ -300,6 +334,8 @@ def summary(last: "GenerationResponse") -> None:
     table.add_row("peak memory", f"{last.peak_memory:.2f} GB", "")
     console = Console(stderr=True, highlight=False)
     console.print(table)
+    if statistics.verdict:
+        console.print(f"  {statistics.verdict}", soft_wrap=True)
     if statistics.rounds:
         console.print(histogram_table(statistics.accepted_histogram))
 

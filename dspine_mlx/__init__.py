@@ -41,6 +41,9 @@ class Package(ModuleType):
     whatever has been imported, and the setters turn away the import system's binding.
     """
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
     def __getattr__(self, name: str) -> Any:
         if name not in HOMES:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Loading: a folder or Hub id to target, tokenizer and drafter."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.config import DrafterConfig, DSparkConfig, DSpineConfig
 from dspine_mlx.dflash import DFlash
@@ -21,6 +22,7 @@ from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.target import Target
 
+DRAFTER_FILES = ("*.json", "*.safetensors")
 DEMO = Path(__file__).parent / "demo"
 METHODS: dict[str, tuple[type[DFlash], type[DrafterConfig]]] = {
     "dflash": (DFlash, DrafterConfig),
@@ -46,9 +48,15 @@ def load(
         model, draft = DEMO / "target", DEMO / "drafter"
     if model is None:
         raise InputError(f"the drafter {draft} needs its target; name the model it was trained for")
-    folder = resolve(model, revision)
+    if draft is not None:  # before the target's weights, which may take a minute
+        read_config(resolve(draft, draft_revision))
+    folder = resolve(model, revision, DEFAULT_ALLOW_PATTERNS)
     read_config(folder)
-    target, tokenizer = mlx_lm.load(str(folder), **options)
+    try:
+        target, tokenizer = mlx_lm.load(str(folder), **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{model} can't be loaded as a target: {reason}") from error
     if draft is None:
         return target, tokenizer, None
     return target, tokenizer, load_drafter(draft, target, revision=draft_revision)
@@ -87,7 +95,9 @@ def same_random_state() -> Iterator[None]:
     mx.random.state[0][:] = key
 
 
-def resolve(path: str | Path, revision: str | None = None) -> Path:
+def resolve(
+    path: str | Path, revision: str | None = None, patterns: Sequence[str] = DRAFTER_FILES
+) -> Path:
     """The local folder of a model; a Hub id is downloaded first (resumed, with progress)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -97,9 +107,7 @@ def resolve(path: str | Path, revision: str | None = None) -> Path:
     if isinstance(path, Path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise InputError(f"there is no folder {path}; give a model folder or a Hub id owner/name")
     try:
-        return Path(
-            snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
-        )
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(

@@ -1,7 +1,9 @@
 """What a generation did, round by round."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_lm.generate import GenerationResponse as PlainResponse
 
@@ -12,47 +14,42 @@ class Statistics:
 
     rounds: int = 0
     drafted: int = 0  # tokens that were offered to the target
-    accepted: int = 0  # of these, the ones that stood
+    accepted: int = 0  # of these, the ones that came into the text
+    round_tokens: int = 0  # tokens of the text that rounds gave
     accepted_histogram: Counter[int] = field(default_factory=Counter)
     verify_lengths: Counter[int] = field(default_factory=Counter)
-    plain: int = 0  # tokens decoded plainly, while drafting was parked
+    plain: int = 0  # tokens decoded without a draft
     probes: int = 0  # drafts made meanwhile, only to be compared with the plain tokens
     verdict: str = ""  # why the text was drafted or not, in words; set at its end
 
-    def record(self, drafted: int, accepted: int) -> None:
+    def record(self, drafted: int, block: Sequence[tuple[int, Any, bool]]) -> None:
+        """A round that offered `drafted` tokens and gave this block of text."""
+        accepted = sum(from_draft for *_, from_draft in block)
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
+        self.round_tokens += len(block)
         self.accepted_histogram[accepted] += 1
         self.verify_lengths[drafted] += 1
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per round, the target's own included."""
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+        """Tokens per round, the target's own included; 1 before the first round."""
+        return self.round_tokens / self.rounds if self.rounds else 1.0
 
 
 @dataclass
 class GenerationResponse(PlainResponse):
-    """mlx-lm's response for one token, with the statistics so far (shared, growing)."""
+    """mlx-lm's response for one token, with the counts when it was made.
 
+    statistics: all counts, shared by a generation's responses and growing until it ends.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_length: float = 1.0
     statistics: Statistics = field(default_factory=Statistics)
-
-    @property
-    def rounds(self) -> int:
-        return self.statistics.rounds
-
-    @property
-    def drafted(self) -> int:
-        return self.statistics.drafted
-
-    @property
-    def accepted(self) -> int:
-        return self.statistics.accepted
-
-    @property
-    def acceptance_length(self) -> float:
-        return self.statistics.acceptance_length
 
     @property
     def verify_lengths(self) -> Counter[int]:

@@ -41,6 +41,10 @@ class Sampler:
         for name in ("top_p", "min_p", "xtc_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.min_tokens_to_keep < 1:
+            raise InputError(
+                f"min_tokens_to_keep is {self.min_tokens_to_keep}; it must be at least 1"
+            )
         if self.top_k < 0:
             raise InputError(f"top_k is {self.top_k}; it must be 0 (off) or above")
         if not 0 <= self.xtc_threshold <= 0.5:
@@ -71,7 +75,8 @@ class Sampler:
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p != 0:
-            logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+            least = min(self.min_tokens_to_keep, logprobs.shape[-1])
+            logprobs = apply_min_p(logprobs, self.min_p, least)
         return logprobs
 
     def exclude_top(self, row: mx.array) -> mx.array:

@@ -22,9 +22,6 @@ class Draft(NamedTuple):
         return Draft(self.tokens[:length], self.candidates[:length], q)
 
 
-NO_DRAFT = Draft(mx.zeros((0,), mx.uint32), mx.zeros((0, 1), mx.uint32), None)
-
-
 def select(proposal: Proposal, sampler: Sampler | None = None) -> Draft:
     """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
 

@@ -30,7 +30,7 @@ class Target:
         self.tied = "lm_head" not in owner
         self.lm_head: nn.Module = self.embed if self.tied else owner["lm_head"]
         self.vocab_size, self.hidden_size = weight_shape(self.embed)
-        self.dtype = self.embed["scales" if "scales" in self.embed else "weight"].dtype
+        self.dtype = self.embed(mx.array([0])).dtype
         self._rows: dict[int, mx.array] = {}
         self._recording = {cls: recording(cls, self._rows) for cls in set(map(type, self.layers))}
 

@@ -40,7 +40,7 @@ def text_of(prompt: list[int], plain: list[Step]) -> list[int]:
     return prompt + [token for token, _ in plain]
 
 
-@pytest.mark.parametrize("block_size", [2, 3, 5, 9, 16])
+@pytest.mark.parametrize("block_size", [2, 3, 8, 16])
 @pytest.mark.parametrize("kind", [*SCRIPTS, "dflash", "dspine"])
 def test_greedy_text_is_the_targets(
     model: nn.Module, tokenizer: TokenizerWrapper, block_size: int, kind: str
@@ -102,7 +102,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sampler", [None, *SAMPLERS])
 @pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize("kind", ["right", "now and then", "wrong"])
+@pytest.mark.parametrize("kind", ["right", "now and then"])
 def test_seeded_text_is_the_targets(
     model: nn.Module, tokenizer: TokenizerWrapper, sampler: str | None, processors: str, kind: str
 ) -> None:
@@ -191,8 +191,8 @@ def test_a_stop_token_inside_a_block(
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-@pytest.mark.parametrize("taken", [1, 2, 5, 6])
-@pytest.mark.parametrize("verify_length", [0, 3, "auto"])
+@pytest.mark.parametrize("taken", [1, 5])
+@pytest.mark.parametrize("verify_length", [0, 3, 7])
 def test_second_turn_from_the_cache(
     model: nn.Module, tokenizer: TokenizerWrapper, kind: str, taken: int, verify_length: int | str
 ) -> None:

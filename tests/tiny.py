@@ -31,7 +31,9 @@ def randomise(model: nn.Module, seed: int, scale: float = 0.2) -> nn.Module:
     return model
 
 
-def tiny_target(seed: int = 0, head_dim: int = 8) -> nn.Module:
+def tiny_target(
+    seed: int = 0, head_dim: int = 8, vocab_size: int = VOCABULARY, scale: float = 0.2
+) -> nn.Module:
     args = qwen3.ModelArgs(
         model_type="qwen3",
         hidden_size=HIDDEN,
@@ -41,12 +43,12 @@ def tiny_target(seed: int = 0, head_dim: int = 8) -> nn.Module:
         num_key_value_heads=2,
         head_dim=head_dim,
         rms_norm_eps=1e-6,
-        vocab_size=VOCABULARY,
+        vocab_size=vocab_size,
         max_position_embeddings=4096,
         rope_theta=1e4,
         tie_word_embeddings=True,
     )
-    return randomise(qwen3.Model(args), seed)
+    return randomise(qwen3.Model(args), seed, scale)
 
 
 def drafter_config(**changes: Any) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.config import DSpineConfig
+from dspine_mlx.decoder import Decoder
 from dspine_mlx.dspine import DSpine
-from dspine_mlx.generate import Decoder
+from dspine_mlx.schedule import Fixed
 from dspine_mlx.selection import select
 from dspine_mlx.target import Target
 from tests.bench.prefill_memory import SHAPE
@@ -86,7 +87,7 @@ def main() -> None:
     decoder = Decoder(drafter, make_prompt_cache(model) + drafter.make_cache())
     for _ in decoder.prefill(mx.random.randint(4, 32000, (128,)), 2048):
         pass
-    tokens = decoder.speculate(15, float("inf"))
+    tokens = decoder.speculate(Fixed(15), float("inf"))
     forwards = [Timed(drafter, "propose"), Timed(drafter.target, "forward")]
     forwards += [Timed(mx, "eval"), Timed(mx, "async_eval")]
     host, graphs, wall = [], [], []

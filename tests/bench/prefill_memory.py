@@ -13,8 +13,9 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.config import DSpineConfig
+from dspine_mlx.decoder import Decoder
 from dspine_mlx.dspine import DSpine
-from dspine_mlx.generate import Decoder, decode
+from dspine_mlx.generate import decode
 from dspine_mlx.target import Target
 
 TOKENS, LAYERS = 4000, 10
@@ -68,11 +69,12 @@ def main() -> None:
     ours = peak(
         decode(
             prompt,
-            Decoder(drafter, cache),
+            lambda: Decoder(drafter, cache),
             mx.default_stream(mx.default_device()),
             max_tokens=4,
-            length=15,
+            verify_length=15,
             prefill_step_size=512,
+            checkpoints={},
             progress=lambda *_: None,
         )
     )

@@ -106,7 +106,7 @@ def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
 def compare(
     traces: list[Trace], curve: Curve, calibration: Calibration | None = None, start: int = 512
 ) -> dict[str, float]:
-    """Speed over plain decoding of the policy, over all texts in order, and of each fixed length."""
+    """Speed over plain decoding of the policy, all texts in order, and of each fixed length."""
     M = traces[0].evidence.shape[1]
     machine = Machine(curve)
     auto = Auto(Costs(curve), calibration or uncalibrated(M), clock=lambda: machine.now)

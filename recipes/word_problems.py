@@ -1,7 +1,7 @@
 """Templated word problems from the PyPI package reasoning-gym (Apache-2.0).
 
-`pip install --no-deps reasoning-gym` serves: only its GSM-symbolic generators are loaded, without the
-package's own dependencies.
+`pip install --no-deps reasoning-gym` serves: only its GSM-symbolic generators are loaded, without
+the package's own dependencies.
 """
 
 import importlib.util
@@ -11,7 +11,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-UNUSABLE = {32, 35, 37, 61, 63, 65, 74, 76, 77, 79, 86, 87, 90, 97, 98}  # as the package itself says
+UNUSABLE = {
+    32,
+    35,
+    37,
+    61,
+    63,
+    65,
+    74,
+    76,
+    77,
+    79,
+    86,
+    87,
+    90,
+    97,
+    98,
+}  # as the package itself says
 
 
 def load(name: str, path: Path) -> ModuleType:

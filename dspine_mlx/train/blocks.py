@@ -1,7 +1,7 @@
-"""All blocks of a batch in one forward: the drafters' own parameters, masked so that each block sees
-the context strictly before its anchor and itself.
+"""All blocks of a batch in one forward, with the drafters' own parameters: each block sees the
+context strictly before its anchor, and itself.
 
-S sequences of n tokens, A blocks each, B slots a block of which M make proposals; `Proposal i` of the
+S sequences of n tokens, A blocks each, B slots a block of which M make proposals; proposal i of the
 block at anchor a (i = 0 .. M - 1) stands for token a + 1 + i, whose predecessor is token a + i.
 """
 
@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from dspine_mlx.dflash import ContextAttention, DFlash, DraftLayer
 from dspine_mlx.dspine import DSpine
+from dspine_mlx.train.config import LossConfig
 
 
 class Batch(NamedTuple):
@@ -56,14 +57,15 @@ class Context(NamedTuple):
 
 
 def forward(
-    drafter: DFlash, batch: Batch, *, replacement_layers: int = 0, checkpoint: bool = False
+    drafter: DFlash, batch: Batch, config: LossConfig, *, checkpoint: bool = False
 ) -> States:
     """The states that `drafter.propose` reaches for each block, with the true tokens as context."""
-    context = Context(drafter.context(batch.features), batch.anchors)
+    features = batch.features.astype(drafter.fc.weight.dtype)
+    context = Context(drafter.context(features), batch.anchors)
     h = embed(drafter, batch)
     layers = [run(layer, checkpoint) for layer in drafter.layers]
     if isinstance(drafter, DSpine):
-        return injected(drafter, batch, layers, h, context, replacement_layers)
+        return injected(drafter, batch, layers, h, context, config)
     for layer in layers:
         h = layer(h, *context)
     return States(drafter.norm(h[:, :, drafter.config.first_slot :]))
@@ -88,17 +90,22 @@ def embed(drafter: DFlash, batch: Batch) -> mx.array:
     anchors = batch.gather(batch.tokens, 0)[:, :, :1]
     fill = mx.full((S, A, masks), drafter.config.mask_token_id, anchors.dtype)
     block = drafter.target.embed(mx.concatenate([anchors, fill], axis=-1))
-    return block * drafter.config.input_embedding_scale
+    return block.astype(drafter.fc.weight.dtype) * drafter.config.input_embedding_scale
 
 
 def injected(
-    drafter: DSpine, batch: Batch, layers: list[Layer], h: mx.array, context: Context, replace: int
+    drafter: DSpine,
+    batch: Batch,
+    layers: list[Layer],
+    h: mx.array,
+    context: Context,
+    config: LossConfig,
 ) -> States:
     """`DSpine.injected_backbone` for many blocks, with every layer's states kept."""
     injection, a = drafter.injection, drafter.injection.bias.shape[0]
     known = injection.from_codes(drafter.transfer_codes(batch.predecessors))  # [S, A, M, 2a]
     # The last layer keeps the predicted predecessor, or the base logits would see the text itself.
-    replace = min(replace, len(layers) - 1)
+    replace = min(config.replacement_layers, len(layers) - 1)
     kept = []
     for i, layer in enumerate(layers):
         block = layer(h, *context)
@@ -108,7 +115,7 @@ def injected(
         previous = mx.concatenate([known[:, :, :1], products[:, :, :-1, a:]], axis=2)
         if i < replace:
             previous = mx.where(batch.replaced[..., None, None], known, previous)
-        written = inject(u, receiver, previous, injection.writes[i])
+        written = inject(u, receiver, previous, injection.writes[i]) if config.injection else u
         kept.append(written)
         h = mx.concatenate([block[:, :, :1], written], axis=2)
     refined = inject(u, receiver, known, injection.writes[-1])
@@ -141,12 +148,13 @@ def attend(attn: ContextAttention, x: mx.array, context: Context) -> mx.array:
     n, groups = context.rows.shape[1], attn.n_kv_heads
     keys, values = project(attn, context.rows, mx.array(0))  # [S, groups, n, head_dim]
     offsets = context.anchors.reshape(S * A)
-    own_keys, own_values = (
-        rows.reshape(S, A, groups, B, -1) for rows in project(attn, x.reshape(S * A, B, -1), offsets)
-    )
+    own = project(attn, x.reshape(S * A, B, -1), offsets)
+    own_keys, own_values = (rows.reshape(S, A, groups, B, -1) for rows in own)
     queries = attn.q_norm(attn.q_proj(x).reshape(S * A, B, attn.n_heads, -1)).swapaxes(1, 2)
     queries = attn.rope(queries, offset=offsets) * attn.scale
-    queries = queries.reshape(S, A, groups, -1, queries.shape[-1])  # rows: heads of the group, slots
+    queries = queries.reshape(
+        S, A, groups, -1, queries.shape[-1]
+    )  # rows: heads of the group, slots
     rows = queries.shape[3]
 
     by_group = queries.swapaxes(1, 2).reshape(S, groups, A * rows, -1)
@@ -165,7 +173,7 @@ def attend(attn: ContextAttention, x: mx.array, context: Context) -> mx.array:
 
 
 def project(attn: ContextAttention, rows: mx.array, offset: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values [S, groups, n, head_dim] of rows [S, n, d], rotated from position offset on."""
+    """Keys and values [S, groups, n, head_dim] of rows [S, n, d], the first at position offset."""
     S, n, _ = rows.shape
     keys = attn.k_norm(attn.k_proj(rows).reshape(S, n, attn.n_kv_heads, -1)).swapaxes(1, 2)
     values = attn.v_proj(rows).reshape(S, n, attn.n_kv_heads, -1).swapaxes(1, 2)
@@ -175,7 +183,8 @@ def project(attn: ContextAttention, rows: mx.array, offset: mx.array) -> tuple[m
 def context_bias(attn: ContextAttention, context: Context, B: int, rows: int) -> mx.array:
     """0 where a slot sees a context key, else -inf: [S, A, 1, 1 or rows, n].
 
-    A slot at position q sees key k < anchor while q - k < W (`window_from_anchor`: anchor - k <= W).
+    A slot at position q sees key k < anchor while q - k < W, or anchor - k <= W with
+    `window_from_anchor`.
     """
     keys, anchors = mx.arange(context.rows.shape[1]), context.anchors[:, :, None, None]
     seen = keys < anchors
@@ -188,7 +197,7 @@ def context_bias(attn: ContextAttention, context: Context, B: int, rows: int) ->
 
 
 def softmax(attn: ContextAttention, scores: mx.array, B: int) -> mx.array:
-    """Over the last axis of scores [S, A, groups, rows, keys], with the head's sink if it has one."""
+    """Over the keys of scores [S, A, groups, rows, keys], with the head's sink if it has one."""
     if "attention_sink_bias" not in attn:
         return mx.softmax(scores, axis=-1, precise=True)
     sinks = mx.repeat(attn.attention_sink_bias.reshape(attn.n_kv_heads, -1), B, axis=-1)

@@ -13,8 +13,9 @@ Alignment = Literal["embedding", "token"]
 class LossConfig:
     """What a drafter is asked to learn.
 
-    The distribution loss of a slot is alpha CE + (1 - alpha) L1. alpha goes from ce_start to ce_weight,
-    straight, between the shares ce_hold and ce_end of the run; the papers keep it at ce_weight.
+    The distribution loss of a slot is alpha CE + (1 - alpha) L1. alpha goes from ce_start to
+    ce_weight, straight, between the shares ce_hold and ce_end of the run; the papers keep it at
+    ce_weight.
     """
 
     ce_weight: float = 0.1  # alpha; DFlash: 1
@@ -25,7 +26,9 @@ class LossConfig:
     position_decay: float = 7.0  # slot i of 0, 1, ... weighs exp(-i / decay); DSpark: 4
     refined_weight: float = 1.0
     candidate_mass_threshold: float = 1e-4  # L1 on candidates only where they hold more than this
-    alignment: Alignment = "embedding"  # 1 - cos with the label's code, or CE of the layer's own token
+    alignment: Alignment = (
+        "embedding"  # 1 - cos with the label's code, or CE of the layer's own token
+    )
     alignment_weight: float = 0.5  # beta, reached when the learning rate's warm-up ends
     replacement_layers: int = 3  # layers whose predecessor may be the true one
     replacement_probability: float = 0.5
@@ -50,7 +53,7 @@ class LossConfig:
 class TrainConfig:
     """How it is taught."""
 
-    steps: int
+    steps: int = 2000
     batch_size: int = 8  # sequences an optimiser step
     accumulation: int = 1  # forwards it is split into
     num_anchors: int = 512  # blocks a sequence
@@ -74,8 +77,8 @@ class TrainConfig:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.batch_size % self.accumulation:
             raise InputError(
-                f"batch_size {self.batch_size} can't be split into accumulation {self.accumulation} "
-                "equal parts"
+                f"batch_size {self.batch_size} can't be split into {self.accumulation} equal parts "
+                "(accumulation)"
             )
 
 
@@ -84,3 +87,10 @@ def ramp(x: float, start: float, end: float, first: float, last: float) -> float
     if x >= end:
         return last
     return first + (last - first) * max(0.0, x - start) / (end - start)
+
+
+LOSSES = {
+    "dflash": LossConfig(ce_weight=1.0),
+    "dspark": LossConfig(position_decay=4.0),
+    "dspine": LossConfig(),
+}

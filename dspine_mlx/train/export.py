@@ -5,7 +5,7 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -15,7 +15,6 @@ from dspine_mlx.dspine import GATES, DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.config import LossConfig
 
-Layout = Literal["mlx", "hf"]
 DSPINE_KEYS = ("transfer_rank", "message_size", "top_k")
 DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
 
@@ -25,13 +24,13 @@ def export(
     folder: Path,
     loss: LossConfig,
     *,
-    layout: Layout = "mlx",
+    hf: bool = False,
     dtype: mx.Dtype = mx.bfloat16,
     replace: bool = False,
 ) -> None:
     """Write config.json and model.safetensors; the folder appears when both are complete.
 
-    Both layouts load here; `hf` has SpecForge's tensor names, which servers elsewhere expect.
+    hf: SpecForge's tensor names, which servers elsewhere expect; both kinds load here.
     """
     if folder.exists() and not replace:
         raise InputError(f"{folder} exists already; name a new folder")
@@ -39,13 +38,13 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     weights = dict(tree_flatten(drafter.parameters()))
-    if layout == "hf" and isinstance(drafter, DSpine):
+    if hf and isinstance(drafter, DSpine):
         weights = torch_names(weights)
     weights = {
         n: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in weights.items()
     }
     mx.save_safetensors(
-        str(temporary / "model.safetensors"), weights, {"format": "pt" if layout == "hf" else "mlx"}
+        str(temporary / "model.safetensors"), weights, {"format": "pt" if hf else "mlx"}
     )
     text = json.dumps(checkpoint_config(drafter, loss, dtype), indent=2)
     (temporary / "config.json").write_text(text + "\n", encoding="utf-8")

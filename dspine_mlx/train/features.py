@@ -34,7 +34,9 @@ class FeatureCache:
     folder holds rows.f16 [tokens, (m + 1) d] and index.json; it is complete or absent.
     """
 
-    def __init__(self, folder: Path, target: Target, taps: tuple[int, ...], sequences: list[Sequence]):
+    def __init__(
+        self, folder: Path, target: Target, taps: tuple[int, ...], sequences: list[Sequence]
+    ):
         self.folder, self.target, self.taps = folder, target, taps
         self.width = (len(taps) + 1) * target.hidden_size
         lengths = [len(s.tokens) for s in sequences]
@@ -77,7 +79,8 @@ class FeatureCache:
                 rows = mx.concatenate(source([sequence], n), axis=-1)[0]
                 if not mx.isfinite(rows.astype(mx.float16)).all().item():
                     raise InputError(
-                        f"the features of line {sequence.line} exceed float16; train without a cache"
+                        f"the features of line {sequence.line} exceed float16; "
+                        "train without a cache"
                     )
                 file.write(np.array(rows.astype(mx.float16)).tobytes())
                 progress(done + 1, len(sequences))

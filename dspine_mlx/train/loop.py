@@ -82,8 +82,8 @@ class Trainer:
 
     @property
     def proposals(self) -> int:
-        """Slots that are trained in this step. Earlier slots of a causal block don't see later ones,
-        so a shorter block teaches them the same for less."""
+        """Proposals that are trained in this step. Slots of a causal block don't see later ones, so
+        a shorter block teaches them the same for less."""
         config, drafter = self.config, self.drafter.config
         if config.short_block_size is None or self.progress >= config.short_ratio:
             return drafter.num_proposals
@@ -241,27 +241,31 @@ def read_log(path: Path) -> Iterator[Record]:
 
 def train(
     trainer: Trainer,
-    held_out: Source | None,
+    held_out: Source,
     folder: Path,
     *,
-    export: Callable[[DFlash], None],
+    export: Callable[[], None],
     report: Callable[[Record], None] = lambda record: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Steps until the end, an early stop or `stop()`; whether training is finished.
 
-    Checkpoints go to folder, `export` gets the drafter whenever its held-out acceptance is the best.
+    Checkpoints go to folder. `export` is called whenever the held-out acceptance is the best so
+    far, or at the end if nothing is held out.
     """
     log, config = Log(folder / "log.jsonl", trainer.step), trainer.config
     while not trainer.finished and not stop():
         record = trainer.train_step()
-        if held_out is not None and trainer.step % config.evaluate_every == 0:
+        due = trainer.step % config.evaluate_every == 0 or trainer.step == config.steps
+        if held_out.sequences and due:
             record |= trainer.evaluate(held_out)
             if trainer.improved(record["held_out_greedy"]):
-                export(trainer.drafter)
+                export()
         log.add(record)
         report(record)
         if trainer.step % config.save_every == 0:
             trainer.save(folder)
     trainer.save(folder)
+    if trainer.finished and not held_out.sequences:
+        export()
     return trainer.finished

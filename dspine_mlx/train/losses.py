@@ -1,16 +1,18 @@
 """Losses of DFlash, DSpark and DSpine drafters, row by row.
 
-A row is one proposal of one block. Every term is a sum over rows of weight * loss, divided by the sum
-of the weights of all rows of the optimiser step: micro-batches add up to the loss of the whole.
+A row is one proposal of one block. Every term is a sum over rows of weight * loss, divided by the
+sum of the weights of all rows of the optimiser step: micro-batches add up to the loss of the whole.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.dflash import DFlash, top_k
+from dspine_mlx.dspark import DSpark, RNNMarkov, VanillaMarkov
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.train.blocks import Batch, States, forward
 from dspine_mlx.train.config import LossConfig
@@ -33,9 +35,6 @@ class Rows(NamedTuple):
     overlap: mx.array  # [R] sum over v of min(p, q): the chance that a sampled draft stands
 
 
-RowLoss = Callable[..., Rows]
-
-
 def drafter_loss(
     drafter: DFlash,
     batch: Batch,
@@ -46,30 +45,57 @@ def drafter_loss(
     logit_rows: int = 2048,
 ) -> tuple[mx.array, Rows]:
     """This batch's share of the step's loss, and the rows [S, A, M] it is made of."""
-    states = forward(
-        drafter, batch, replacement_layers=config.replacement_layers, checkpoint=checkpoint
-    )
-    flat = [x.reshape(-1, *x.shape[3:]) for x in row_inputs(batch, states)]
-    make = dspine_rows if isinstance(drafter, DSpine) else dflash_rows
-    row_loss = make(drafter, config)
+    states = forward(drafter, batch, config, checkpoint=checkpoint)
+    inputs, shared = row_inputs(drafter, batch, states)
+    flat = [x.reshape(-1, *x.shape[3:]) for x in inputs]
+    row_loss: RowLoss = partial(ROWS[type(drafter)], drafter, config)
     count = flat[0].shape[0]
     if count > logit_rows:
         row_loss = mx.checkpoint(row_loss)  # a chunk's logits are made again in the backward pass
     chunks = [
-        row_loss(schedule.alpha, *(x[i : i + logit_rows] for x in flat))
+        row_loss(schedule.alpha, *shared, *(x[i : i + logit_rows] for x in flat))
         for i in range(0, count, logit_rows)
     ]
-    rows = Rows(*(mx.concatenate(parts).reshape(batch.weights.shape) for parts in zip(*chunks)))
+    parts = [mx.concatenate(part) for part in zip(*chunks, strict=True)]
+    rows = Rows(*(part.reshape(batch.weights.shape) for part in parts))
     loss = rows.loss
     if isinstance(drafter, DSpine):
         loss = loss + schedule.beta * alignment(drafter, batch, states, rows.ce, config)
     return (batch.weights * loss).sum() / schedule.denominator, rows
 
 
-def row_inputs(batch: Batch, states: States) -> list[mx.array]:
-    """The target's states, the labels, the drafter's states: [S, A, M, ...] each."""
+def row_inputs(
+    drafter: DFlash, batch: Batch, states: States
+) -> tuple[list[mx.array], list[mx.array]]:
+    """What a loss takes, besides alpha: of every row, [S, A, M, ...] each, and what rows share."""
     inputs = [batch.gather(batch.hidden, 0), batch.labels, states.base]
-    return inputs if states.refined is None else [*inputs, states.refined]
+    if states.refined is not None:
+        return [*inputs, states.refined], []
+    if not isinstance(drafter, DSpark):
+        return inputs, []
+    previous = drafter.markov_head.markov_w1(batch.predecessors)
+    mixed = teacher_forced(drafter.markov_head, previous, states.base)
+    features = states.base
+    if drafter.config.confidence_head_with_markov:
+        features = mx.concatenate([features, previous], axis=-1)
+    confidence = drafter.confidence_head(features)
+    return [*inputs, mixed, confidence], [drafter.markov_head.markov_w2.weight]
+
+
+def teacher_forced(head: VanillaMarkov, previous: mx.array, states: mx.array) -> mx.array:
+    """The r numbers [S, A, M, r] that w2 turns into the bias, from the true predecessors' w1."""
+    if not isinstance(head, RNNMarkov):
+        return head.mix(previous, states)
+    state, outputs = mx.zeros_like(previous[:, :, 0]), []
+    for t in range(previous.shape[2]):
+        joint = head.joint_proj(
+            mx.concatenate([state, previous[:, :, t], states[:, :, t]], axis=-1)
+        )
+        gate, candidate, output = mx.split(joint, 3, axis=-1)
+        gate = mx.sigmoid(gate)
+        state = gate * state + (1 - gate) * mx.tanh(candidate)
+        outputs.append(mx.tanh(output))
+    return mx.stack(outputs, axis=2)
 
 
 class Laws(NamedTuple):
@@ -83,6 +109,15 @@ class Laws(NamedTuple):
     def cross_entropy(self, labels: mx.array) -> mx.array:
         return self.lse - mx.take_along_axis(self.logits, labels[:, None], axis=-1)[:, 0]
 
+    @property
+    def agree(self) -> mx.array:
+        return mx.argmax(self.p, axis=-1) == mx.argmax(self.logits, axis=-1)
+
+    @property
+    def overlap(self) -> mx.array:
+        """1 - L1 / 2"""
+        return mx.minimum(self.p, self.q).sum(axis=-1)
+
     def distribution_loss(self, ce: mx.array, alpha: mx.array, config: LossConfig) -> mx.array:
         """alpha CE + (1 - alpha) L1 of each row, L1 = sum over v of |p - q|: [R]."""
         if config.reference == "law":
@@ -90,12 +125,18 @@ class Laws(NamedTuple):
         return alpha * ce + (1 - alpha) * mx.abs(self.p - self.q).sum(axis=-1)
 
 
-def laws(drafter: DFlash, hidden: mx.array, base: mx.array) -> Laws:
-    """From the target's last states and the drafter's: [R, d] each."""
-    p = mx.softmax(drafter.scale_scores(drafter.target.head(hidden)), axis=-1)
-    logits = drafter.scale_scores(drafter.target.head(base))
-    q, lse = softmax(logits)
-    return Laws(mx.stop_gradient(p), q, logits, lse)
+def laws(drafter: DFlash, hidden: mx.array, base: mx.array, bias: mx.array | float = 0.0) -> Laws:
+    """From the target's last states and the drafter's, [R, d] each, and a bias on its logits."""
+    p = mx.softmax(logits(drafter, hidden), axis=-1)
+    own = logits(drafter, base) + bias
+    q, lse = softmax(own)
+    return Laws(mx.stop_gradient(p), q, own, lse)
+
+
+def logits(drafter: DFlash, states: mx.array) -> mx.array:
+    """Full-vocabulary logits, float32, by the frozen head in its own precision."""
+    target = drafter.target
+    return drafter.scale_scores(target.head(states.astype(target.dtype)))
 
 
 def softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -106,49 +147,78 @@ def softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return powers / total, (top + mx.log(total))[:, 0]
 
 
-def dflash_rows(drafter: DFlash, config: LossConfig) -> RowLoss:
+def dflash_rows(
+    drafter: DFlash,
+    config: LossConfig,
+    alpha: mx.array,
+    hidden: mx.array,
+    labels: mx.array,
+    base: mx.array,
+) -> Rows:
     """CE (alpha = 1), or the papers' mix with L1."""
-
-    def rows(alpha: mx.array, hidden: mx.array, labels: mx.array, base: mx.array) -> Rows:
-        law = laws(drafter, hidden, base)
-        ce = law.cross_entropy(labels)
-        agree = mx.argmax(law.p, axis=-1) == mx.argmax(law.logits, axis=-1)
-        overlap = mx.minimum(law.p, law.q).sum(axis=-1)
-        return Rows(law.distribution_loss(ce, alpha, config), ce, agree, overlap)
-
-    return rows
+    law = laws(drafter, hidden, base)
+    ce = law.cross_entropy(labels)
+    return Rows(law.distribution_loss(ce, alpha, config), ce, law.agree, law.overlap)
 
 
-def dspine_rows(drafter: DSpine, config: LossConfig) -> RowLoss:
+def dspark_rows(
+    drafter: DSpark,
+    config: LossConfig,
+    alpha: mx.array,
+    successors: mx.array,
+    *rows: mx.array,
+) -> Rows:
+    """The mix on logits with the Markov bias, and BCE of the confidence against 1 - L1 / 2.
+
+    successors: w2 [V, r]; rows: the target's states, labels, base, mixed [R, r], confidence [R].
+    """
+    hidden, labels, base, mixed, confidence = rows
+    law = laws(drafter, hidden, base, mixed @ successors.T)
+    ce = law.cross_entropy(labels)
+    stands = nn.losses.binary_cross_entropy(
+        confidence, mx.stop_gradient(law.overlap), with_logits=True, reduction="none"
+    )
+    loss = law.distribution_loss(ce, alpha, config) + config.confidence_weight * stands
+    return Rows(loss, ce, law.agree, law.overlap)
+
+
+def dspine_rows(
+    drafter: DSpine,
+    config: LossConfig,
+    alpha: mx.array,
+    *rows: mx.array,
+) -> Rows:
     """The mix on the base logits, and again on the scores of the base's K candidates, which are the
-    refined ones (without refinement: the base's)."""
+    refined ones (without refinement: the base's).
 
-    def rows(
-        alpha: mx.array, hidden: mx.array, labels: mx.array, base: mx.array, refined: mx.array
-    ) -> Rows:
-        law = laws(drafter, hidden, base)
-        ce = law.cross_entropy(labels)
-        loss = law.distribution_loss(ce, alpha, config)
-        candidates = top_k(mx.stop_gradient(law.logits), drafter.config.top_k)[0]
-        p = mx.take_along_axis(law.p, candidates, axis=-1)
-        if config.refinement:
-            head = drafter.target.head_rows(candidates)  # [R, K, d]
-            scores = drafter.scale_scores((head @ refined[..., None])[..., 0])
-            own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
-            loss = loss + config.refined_weight * own
-        else:
-            scores = mx.take_along_axis(law.logits, candidates, axis=-1)
-        best = mx.take_along_axis(candidates, mx.argmax(scores, -1, keepdims=True), -1)[:, 0]
-        overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-        return Rows(loss, ce, best == mx.argmax(law.p, axis=-1), overlap)
+    rows: the target's states, labels, base and refined states.
+    """
+    hidden, labels, base, refined = rows
+    law = laws(drafter, hidden, base)
+    ce = law.cross_entropy(labels)
+    loss = law.distribution_loss(ce, alpha, config)
+    candidates = top_k(mx.stop_gradient(law.logits), drafter.config.top_k)[0]
+    p = mx.take_along_axis(law.p, candidates, axis=-1)
+    if config.refinement:
+        head = drafter.target.head_rows(candidates).astype(refined.dtype)  # [R, K, d]
+        scores = drafter.scale_scores((head @ refined[..., None])[..., 0])
+        own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
+        loss = loss + config.refined_weight * own
+    else:
+        scores = mx.take_along_axis(law.logits, candidates, axis=-1)
+    best = mx.take_along_axis(candidates, mx.argmax(scores, -1, keepdims=True), -1)[:, 0]
+    overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
+    return Rows(loss, ce, best == mx.argmax(law.p, axis=-1), overlap)
 
-    return rows
+
+RowLoss = Callable[..., Rows]
+ROWS: dict[type[DFlash], RowLoss] = {DFlash: dflash_rows, DSpark: dspark_rows, DSpine: dspine_rows}
 
 
 def candidate_loss(
     scores: mx.array, p: mx.array, hit: mx.array, alpha: mx.array, config: LossConfig
 ) -> mx.array:
-    """The mix on K candidates: [R] of scores, the target's p, and hit (it is the label), [R, K] each.
+    """The mix on K candidates, [R]: of scores, the target's p, and hit (it is the label), [R, K].
 
     The target's law is renormalised on the candidates. CE counts only where the label is one of
     them, L1 (and CE against the law) only where they hold more than `candidate_mass_threshold`.
@@ -170,16 +240,13 @@ def alignment(
 ) -> mx.array:
     """What each layer's states say of their own token, per row, the mean over layers: [S, A, M].
 
-    1 - cos(R_l h_l, C[y]), weighted with the row's CE (no gradient), so that it fades as the drafter
-    learns; `token`: the CE of norm(h_l) in its place, the plain way to supervise a layer.
+    1 - cos(R_l h_l, C[y]), weighted with the row's CE (no gradient), so that it fades as the
+    drafter learns; `token`: the CE of norm(h_l) in its place, the plain way to supervise a layer.
     """
     labels, weight = batch.labels, mx.stop_gradient(ce)
     if config.alignment == "token":
         losses = [
-            nn.losses.cross_entropy(
-                drafter.scale_scores(drafter.target.head(drafter.norm(h))), labels
-            )
-            for h in states.layers
+            nn.losses.cross_entropy(logits(drafter, drafter.norm(h)), labels) for h in states.layers
         ]
         return sum(losses) / len(losses)
     codes = drafter.transfer_codes(labels)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler

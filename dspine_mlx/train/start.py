@@ -27,12 +27,16 @@ def start_dspine(drafter: DSpine, target: Target) -> None:
         readout.weight = projection.T.astype(mx.float32)
         write.weight = mx.zeros_like(write.weight)
     injection.gates.weight = mx.concatenate(
-        [injection.gates.weight[:a], mx.zeros((a, config.transfer_rank)), injection.gates.weight[2 * a :]]
+        [
+            injection.gates.weight[:a],
+            mx.zeros((a, config.transfer_rank)),
+            injection.gates.weight[2 * a :],
+        ]
     )
 
 
 def start_layers(drafter: DFlash, target: Target, ids: tuple[int, ...]) -> list[str]:
-    """Copy target layers into the draft layers where shapes agree, and make fc the mean of the taps.
+    """Copy target layers into the draft layers where shapes agree; fc becomes the mean of the taps.
 
     Returns the names of what was copied.
     """
@@ -50,7 +54,9 @@ def start_layers(drafter: DFlash, target: Target, ids: tuple[int, ...]) -> list[
         copied += [f"layers.{i}.{name}" for name, _ in fit]
     taps = len(drafter.config.target_layer_ids)
     if drafter.feature_size == taps * drafter.config.hidden_size:
-        drafter.fc.weight = mx.concatenate([mx.eye(drafter.config.hidden_size)] * taps, axis=1) / taps
+        drafter.fc.weight = (
+            mx.concatenate([mx.eye(drafter.config.hidden_size)] * taps, axis=1) / taps
+        )
     norms = [target.layers[i].get("input_layernorm") for i in ids]
     if all(isinstance(norm, nn.RMSNorm) for norm in norms):
         drafter.hidden_norm.weight = sum(n.weight.astype(mx.float32) for n in norms) / len(norms)

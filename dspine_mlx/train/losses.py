@@ -107,7 +107,9 @@ class Laws(NamedTuple):
     lse: mx.array  # [R] log of the sum of exp(logits)
 
     def cross_entropy(self, labels: mx.array) -> mx.array:
-        return self.lse - mx.take_along_axis(self.logits, labels[:, None], axis=-1)[:, 0]
+        # mx.checkpoint asks for the gradient of every input, and indices have none
+        index = mx.stop_gradient(labels)[:, None]
+        return self.lse - mx.take_along_axis(self.logits, index, axis=-1)[:, 0]
 
     @property
     def agree(self) -> mx.array:
@@ -127,13 +129,13 @@ class Laws(NamedTuple):
 
 def laws(drafter: DFlash, hidden: mx.array, base: mx.array, bias: mx.array | float = 0.0) -> Laws:
     """From the target's last states and the drafter's, [R, d] each, and a bias on its logits."""
-    p = mx.softmax(logits(drafter, hidden), axis=-1)
-    own = logits(drafter, base) + bias
+    p = mx.softmax(all_logits(drafter, hidden), axis=-1)
+    own = all_logits(drafter, base) + bias
     q, lse = softmax(own)
     return Laws(mx.stop_gradient(p), q, own, lse)
 
 
-def logits(drafter: DFlash, states: mx.array) -> mx.array:
+def all_logits(drafter: DFlash, states: mx.array) -> mx.array:
     """Full-vocabulary logits, float32, by the frozen head in its own precision."""
     target = drafter.target
     return drafter.scale_scores(target.head(states.astype(target.dtype)))
@@ -197,7 +199,8 @@ def dspine_rows(
     law = laws(drafter, hidden, base)
     ce = law.cross_entropy(labels)
     loss = law.distribution_loss(ce, alpha, config)
-    candidates = top_k(mx.stop_gradient(law.logits), drafter.config.top_k)[0]
+    logits = mx.stop_gradient(law.logits)
+    candidates = mx.stop_gradient(top_k(logits, drafter.config.top_k)[0])
     p = mx.take_along_axis(law.p, candidates, axis=-1)
     if config.refinement:
         head = drafter.target.head_rows(candidates).astype(refined.dtype)  # [R, K, d]
@@ -206,7 +209,8 @@ def dspine_rows(
         loss = loss + config.refined_weight * own
     else:
         scores = mx.take_along_axis(law.logits, candidates, axis=-1)
-    best = mx.take_along_axis(candidates, mx.argmax(scores, -1, keepdims=True), -1)[:, 0]
+    first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
+    best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
     overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
     return Rows(loss, ce, best == mx.argmax(law.p, axis=-1), overlap)
 
@@ -246,7 +250,8 @@ def alignment(
     labels, weight = batch.labels, mx.stop_gradient(ce)
     if config.alignment == "token":
         losses = [
-            nn.losses.cross_entropy(logits(drafter, drafter.norm(h)), labels) for h in states.layers
+            nn.losses.cross_entropy(all_logits(drafter, drafter.norm(h)), labels)
+            for h in states.layers
         ]
         return sum(losses) / len(losses)
     codes = drafter.transfer_codes(labels)

@@ -34,7 +34,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(method: str, changes: dict[str, Any], shape: Shape = SHAPE) -> DFlash:
+def fresh(method: str, changes: dict[str, Any], shape: Shape) -> DFlash:
     drafter_class, config_class = METHODS[method]
     fields = {
         "hidden_size": shape.H,
@@ -49,8 +49,14 @@ def build(method: str, changes: dict[str, Any], shape: Shape = SHAPE) -> DFlash:
         "target_layer_ids": list(shape.taps),
         "top_k": 4,
     }
-    drafter = drafter_class(config_class.from_dict(fields | changes))
-    return randomise(drafter, 1, 0.4).bind(Target(tiny_target(shape)[0]))
+    return drafter_class(config_class.from_dict(fields | changes)).bind(
+        Target(tiny_target(shape)[0])
+    )
+
+
+def build(method: str, changes: dict[str, Any]) -> DFlash:
+    """With all parameters drawn, so that nothing is masked by a zero or a one."""
+    return randomise(fresh(method, changes, SHAPE), 1, 0.4)
 
 
 def one_block(drafter: DFlash, batch: Batch, s: int, a: int) -> mx.array:
@@ -84,6 +90,7 @@ def test_refined_states_are_the_transition_table() -> None:
         anchor = batch.anchors[s, 0].item()
         features = batch.features[s : s + 1, :anchor]
         proposal = drafter.propose(batch.tokens[s, anchor], features, drafter.make_cache())
+        assert states.refined is not None
         scores = drafter.target.head(states.refined[s, 0])
         for t in range(1, drafter.config.num_proposals):
             true = batch.tokens[s, anchor + t].item()

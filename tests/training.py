@@ -61,7 +61,7 @@ class NumpyLoss:
         for s, a in np.ndindex(*anchors.shape):
             if slot_weights[s, a].any():
                 anchor = anchors[s, a]
-                rows = self.block(w, c, tokens[s], features[s, :anchor], replaced[s, a])
+                rows = self.block(w, c, tokens[s], features[s, :anchor], bool(replaced[s, a]))
                 for t in range(len(rows)):
                     if slot_weights[s, a, t]:
                         logits = self.head.head @ hidden[s, anchor + t]

@@ -1,6 +1,7 @@
 """Batches: which sequences, which anchors, which draws, the same for a step in every run."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -29,33 +30,41 @@ def draw_anchors(sequence: Sequence, count: int, rng: np.random.Generator) -> np
     return np.sort(rng.choice(possible, count, replace=False))
 
 
-def assemble(
-    sequences: list[Sequence],
-    observe: Observe,
-    num_anchors: int,
-    slot_weights: np.ndarray,
-    replacement: float,
-    rng: np.random.Generator,
-) -> Batch:
-    """One forward's batch. slot_weights: [M]; replacement: the chance of a true predecessor."""
-    S, M = len(sequences), len(slot_weights)
-    longest = max(len(s.tokens) for s in sequences)
-    n = -(-longest // ROUND) * ROUND
-    anchors = [draw_anchors(s, num_anchors, rng) for s in sequences]
-    A = max(map(len, anchors))
-    tokens = np.zeros((S, n), np.int32)
-    starts = np.zeros((S, A), np.int32)
-    weights = np.zeros((S, A, M), np.float32)
-    for i, (sequence, chosen) in enumerate(zip(sequences, anchors, strict=True)):
-        tokens[i, : len(sequence.tokens)] = sequence.tokens
-        starts[i, : len(chosen)] = chosen
-        inside = chosen[:, None] + 1 + np.arange(M) < len(sequence.tokens)
-        weights[i, : len(chosen)] = inside * slot_weights
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one sequence: their anchors [A], and which ones see true predecessors [A]."""
+
+    sequence: Sequence
+    anchors: np.ndarray
+    replaced: np.ndarray
+
+
+def draw_blocks(
+    sequence: Sequence, count: int, replacement: float, seed: list[int] | int
+) -> Blocks:
+    """Up to count random blocks; replacement is each one's chance of true predecessors."""
+    rng = np.random.default_rng(seed)
+    anchors = draw_anchors(sequence, count, rng)
+    return Blocks(sequence, anchors, rng.random(len(anchors)) < replacement)
+
+
+def assemble(blocks: list[Blocks], observe: Observe, slot_weights: np.ndarray) -> Batch:
+    """One forward's batch; slot_weights: [M]."""
+    S, M = len(blocks), len(slot_weights)
+    sequences = [b.sequence for b in blocks]
+    A, n = max(len(b.anchors) for b in blocks), max(len(s.tokens) for s in sequences)
+    n = -(-n // ROUND) * ROUND
+    tokens, anchors = np.zeros((S, n), np.int32), np.zeros((S, A), np.int32)
+    weights, replaced = np.zeros((S, A, M), np.float32), np.zeros((S, A), bool)
+    for i, b in enumerate(blocks):
+        length, count = len(b.sequence.tokens), len(b.anchors)
+        tokens[i, :length] = b.sequence.tokens
+        anchors[i, :count], replaced[i, :count] = b.anchors, b.replaced
+        inside = b.anchors[:, None] + 1 + np.arange(M) < length
+        weights[i, :count] = inside * slot_weights
     features, hidden = observe(sequences, n)
-    replaced = rng.random((S, A)) < replacement
-    return Batch(
-        mx.array(tokens), features, hidden, mx.array(starts), mx.array(weights), mx.array(replaced)
-    )
+    arrays = (mx.array(x) for x in (anchors, weights, replaced))
+    return Batch(mx.array(tokens), features, hidden, *arrays)
 
 
 def slot_weights(config: LossConfig, count: int) -> np.ndarray:

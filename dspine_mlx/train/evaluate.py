@@ -16,7 +16,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import load
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.train.batches import assemble
+from dspine_mlx.train.batches import assemble, draw_blocks
 from dspine_mlx.train.config import LossConfig
 from dspine_mlx.train.data import Problems, Sequence, prompt_tokens, read_chats
 from dspine_mlx.train.features import observe
@@ -120,14 +120,8 @@ def teacher_forced(
     reached, stood = np.zeros((2, M)), np.zeros((2, M))
     for text in texts:
         tokens = np.array(text.prompt + text.tokens, np.int32)
-        batch = assemble(
-            [Sequence(0, tokens, len(text.prompt))],
-            source,
-            len(tokens),
-            np.ones(M, np.float32),
-            0.0,
-            np.random.default_rng(0),
-        )
+        blocks = draw_blocks(Sequence(0, tokens, len(text.prompt)), len(tokens), 0.0, seed=0)
+        batch = assemble([blocks], source, np.ones(M, np.float32))
         _, rows = drafter_loss(drafter, batch, STILL, loss)
         inside = np.array(batch.weights[0])
         for kind, stands in enumerate((rows.agree, rows.overlap)):

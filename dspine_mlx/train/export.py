@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dspine_mlx.train.config import LossConfig
 
 DSPINE_KEYS = ("transfer_rank", "message_size", "top_k")
 DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
+STATED = {"is_causal", "rms_norm_eps", "rope_theta", "max_position_embeddings", *DSPINE_KEYS}
 
 
 def export(
@@ -69,8 +70,9 @@ def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def checkpoint_config(drafter: DFlash, loss: LossConfig, dtype: mx.Dtype) -> dict[str, Any]:
-    """config.json with the keys that public checkpoints have, their defaults left out."""
-    flat = {k: v for k, v in asdict(drafter.config).items() if v is not None and v != ()}
+    """config.json with the keys that public checkpoints have; of ours those that say something."""
+    defaults = {f.name: f.default for f in fields(drafter.config) if f.name not in STATED}
+    flat = {k: v for k, v in asdict(drafter.config).items() if k not in defaults or v != defaults[k]}
     method = type(drafter).__name__
     nested = {k: flat.pop(k) for k in DFLASH_KEYS}
     config: dict[str, Any] = {"architectures": [f"{method}DraftModel"], "model_type": "qwen3"}

@@ -11,12 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
-from dspine_mlx.train.batches import Observe, assemble, draw, slot_weights
+from dspine_mlx.train.batches import Observe, assemble, draw, draw_blocks, slot_weights
 from dspine_mlx.train.blocks import Batch
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence
@@ -91,21 +90,16 @@ class Trainer:
 
     def batches(self) -> list[Batch]:
         """The micro-batches of this step."""
-        sequences = draw(self.source.sequences, self.config, self.step)
-        rng = np.random.default_rng([self.config.seed, self.step])
-        weights = slot_weights(self.loss, self.proposals)
+        config, weights = self.config, slot_weights(self.loss, self.proposals)
         replacement = self.loss.replacement(self.progress)
-        size = self.config.batch_size // self.config.accumulation
+        blocks = [
+            draw_blocks(s, config.num_anchors, replacement, [config.seed, self.step, i])
+            for i, s in enumerate(draw(self.source.sequences, config, self.step))
+        ]
+        size = config.batch_size // config.accumulation
         return [
-            assemble(
-                sequences[i : i + size],
-                self.source.observe,
-                self.config.num_anchors,
-                weights,
-                replacement,
-                rng,
-            )
-            for i in range(0, len(sequences), size)
+            assemble(blocks[i : i + size], self.source.observe, weights)
+            for i in range(0, len(blocks), size)
         ]
 
     def train_step(self) -> Record:
@@ -138,15 +132,13 @@ class Trainer:
 
     def evaluate(self, held_out: Source) -> Record:
         """Teacher-forced estimates on held-out sequences, the anchors the same every time."""
-        rng, estimate = np.random.default_rng(0), Estimate()
+        estimate, count = Estimate(), min(32, self.config.num_anchors)
         weights = slot_weights(self.loss, self.drafter.config.num_proposals)
         schedule = Schedule(mx.array(self.loss.ce_weight), mx.array(0.0), mx.array(1.0))
+        blocks = [draw_blocks(s, count, 0.0, i) for i, s in enumerate(held_out.sequences)]
         size = self.config.batch_size // self.config.accumulation
-        for i in range(0, len(held_out.sequences), size):
-            part = held_out.sequences[i : i + size]
-            batch = assemble(
-                part, held_out.observe, min(32, self.config.num_anchors), weights, 0.0, rng
-            )
+        for i in range(0, len(blocks), size):
+            batch = assemble(blocks[i : i + size], held_out.observe, weights)
             _, rows = self.forward(batch, schedule)
             estimate.add(batch, rows)
             mx.eval(estimate.sums)
@@ -207,7 +199,11 @@ class Estimate:
 def write_safely(path: Path, tensors: dict[str, mx.array], metadata: dict[str, Any]) -> None:
     """A safetensors file that is either whole or absent, whatever happens while it is written."""
     temporary = path.with_name(f".{path.stem}.part.safetensors")
-    mx.save_safetensors(str(temporary), tensors, {k: str(v) for k, v in metadata.items()})
+    try:
+        mx.save_safetensors(str(temporary), tensors, {k: str(v) for k, v in metadata.items()})
+    except RuntimeError:
+        temporary.unlink(missing_ok=True)
+        raise
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -26,6 +26,7 @@ class Target:
         self.model = model
         self.layers: list[nn.Module] = list(model.layers)
         owner, body = find_body(model)
+        self.body = body
         self.embed: nn.Module = next(body[name] for name in EMBEDDINGS if name in body)
         self.tied = "lm_head" not in owner
         self.lm_head: nn.Module = self.embed if self.tied else owner["lm_head"]
@@ -79,6 +80,15 @@ class Target:
         features = mx.concatenate([self._rows[id(self.layers[i])] for i in ids], axis=-1)
         self._rows.clear()
         return logits[0], features
+
+    def states(self, tokens: mx.array, ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+        """Without a cache, of tokens [S, n]: the normalised last states [S, n, d], which `head` turns
+        into logits, and the features [S, n, m*d] of the taps."""
+        with self.taps(ids):
+            states = self.body(tokens)
+        features = mx.concatenate([self._rows[id(self.layers[i])] for i in ids], axis=-1)
+        self._rows.clear()
+        return states, features
 
 
 def recording(cls: type[nn.Module], rows: dict[int, mx.array]) -> type[nn.Module]:

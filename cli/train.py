@@ -1,0 +1,254 @@
+"""dspine-mlx train: drafters for a target, from data to weights."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dspine_mlx.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from dspine_mlx.train.run import Run
+
+app = typer.Typer(help="Train a drafter for a target, in MLX.", no_args_is_help=True)
+
+
+class Layout(str, Enum):
+    mlx = "mlx"
+    hf = "hf"
+
+
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first line of data that can't be used.")
+]
+TARGET, DATA = "Target: an MLX model folder or Hub id.", "JSONL of chats or texts."
+
+
+@app.command("run")
+def run(
+    output: Annotated[Path, typer.Argument(help="Folder of the run: settings, log, checkpoint.")],
+    model: Annotated[str | None, typer.Option(help=TARGET)] = None,
+    data: Annotated[str | None, typer.Option(help=f"{DATA} See 'train regenerate'.")] = None,
+    held_out: Annotated[
+        str | None, typer.Option(help="JSONL to judge on. Without it: the end of the data.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="dspine, dspark or dflash.")] = "dspine",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.NAME=VALUE",
+            help="A setting of train, loss or drafter, such as train.steps=4000; give it often.",
+        ),
+    ] = None,
+    target_layers: Annotated[
+        str | None, typer.Option(help="Start the draft layers as these target layers: 3,4,5.")
+    ] = None,
+    warm_start: Annotated[
+        str | None, typer.Option(help="Start from this drafter, such as a DFlash checkpoint.")
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Compute the target's features once, into this folder.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw OUTPUT/curves.png at the end.")
+    ] = False,
+    export: Annotated[
+        Layout, typer.Option(help="Names in OUTPUT/drafter: mlx, or hf (SpecForge's layout).")
+    ] = Layout.mlx,
+    bidirectional: Annotated[
+        bool, typer.Option("--bidirectional", help="Slots see later slots; for comparison only.")
+    ] = False,
+    strict: Strict = False,
+) -> None:
+    """Train a drafter on texts of its target. Ctrl-C saves; --resume goes on bit for bit."""
+    from dspine_mlx.train.run import Run, new_run
+
+    if resume:
+        todo = Run.read(output)
+    elif model is None or data is None:
+        raise InputError("a new run needs --model and --data; an old one goes on with --resume")
+    elif output.exists():
+        raise InputError(f"{output} exists already; add --resume, or name a new folder")
+    else:
+        todo = new_run(
+            method,
+            model,
+            data,
+            settings or [],
+            held_out=held_out,
+            target_layers=parse_layers(target_layers),
+            warm_start=warm_start,
+            cache=cache,
+            bidirectional=bidirectional,
+            strict=strict,
+        )
+    work(todo, output, resume, export, plot)
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--target-layers is {text!r}; it must be numbers like 3,4,5") from error
+
+
+def work(todo: "Run", output: Path, resume: bool, layout: Layout, plot: bool) -> None:
+    """Build the run, train it, and leave OUTPUT/drafter."""
+    from dspine_mlx.train.export import export
+    from dspine_mlx.train.loop import Record, train
+    from dspine_mlx.train.plot import plot as draw
+    from dspine_mlx.train.run import build
+
+    with progress_bar() as bar, interruptible() as interrupted:
+        task = bar.add_task("loading", total=None)
+
+        def loading(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        job = build(todo, output, loading)
+        if not resume:
+            todo.save(output)
+        for message in job.skipped:
+            typer.echo(message, err=True)
+        trainer = job.trainer
+        bar.reset(task, total=trainer.config.steps, completed=trainer.step)
+
+        def report(record: Record) -> None:
+            text = "loss {loss:.3f}  acceptance {greedy:.2f} greedy, {sampled:.2f} sampled"
+            bar.update(task, description=text.format(**record), completed=trainer.step)
+
+        def keep() -> None:
+            export(
+                trainer.drafter, output / "drafter", todo.loss, hf=layout is Layout.hf, replace=True
+            )
+
+        finished = train(
+            trainer, job.held_out, output, export=keep, report=report, stop=interrupted.is_set
+        )
+    if plot:
+        draw(output / "log.jsonl", output / "curves.png")
+    if not finished:
+        typer.echo(
+            f"Saved at step {trainer.step}. Go on with: dspine-mlx train run {output} --resume"
+        )
+        raise typer.Exit(130)
+    typer.echo(f"The drafter is in {output / 'drafter'}.")
+
+
+@contextmanager
+def interruptible() -> "Iterator[Event]":
+    """An event that the first Ctrl-C sets; the second one interrupts as usual."""
+    event, before = Event(), signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def progress_bar() -> "Progress":
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+
+@app.command("regenerate")
+def regenerate(
+    data: Annotated[Path, typer.Argument(help=DATA)],
+    output: Annotated[Path, typer.Argument(help="JSONL to append to; a stopped run goes on.")],
+    model: Annotated[str, typer.Option(help=TARGET)],
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(help="Give it often to use several in turn. Default: 0 and 1."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Answers written at the same time.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    strict: Strict = False,
+) -> None:
+    """Rewrite the answers of DATA with the target itself, in batches: what a drafter must learn."""
+    import mlx.core as mx
+    import mlx_lm
+
+    from dspine_mlx.load import resolve
+    from dspine_mlx.train.data import Problems, read_chats
+    from dspine_mlx.train.regenerate import regenerate as rewrite
+
+    problems = Problems(data, strict)
+    chats = [chat for chat in read_chats(problems) if len(chat.messages) > 1]
+    for message in problems.lines:
+        typer.echo(message, err=True)
+    if not chats:
+        raise InputError(f"{data} has no prompt with an answer")
+    target, tokenizer = mlx_lm.load(str(resolve(model)))
+    mx.random.seed(seed)
+    with progress_bar() as bar:
+        task = bar.add_task("answers", total=len(chats))
+        rewrite(
+            target,
+            tokenizer,
+            chats,
+            output,
+            temperatures=tuple(temperature or (0.0, 1.0)),
+            max_tokens=max_tokens,
+            batch_size=batch_size,
+            progress=lambda done, total: bar.update(task, completed=done),
+        )
+
+
+@app.command("eval")
+def evaluate(
+    data: Annotated[Path, typer.Argument(help=f"{DATA} Held-out ones.")],
+    model: Annotated[str | None, typer.Option(help=f"{TARGET} Without it: the demo pair.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Drafter: a folder or Hub id.")] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts to decode, from the top of DATA.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+) -> None:
+    """Acceptance on held-out prompts: by the real loop, by slot, and beside prompt lookup."""
+    from dspine_mlx.train.evaluate import measure
+
+    with progress_bar() as bar:
+        task = bar.add_task("prompts", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        report = measure(model, draft_model, data, prompts, max_tokens, seed, progress)
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    for name in ("greedy", "sampled"):
+        part = report[name]
+        low, high = part["interval"]
+        typer.echo(
+            f"{name}: {part['acceptance_length']:.2f} tokens a round ({low:.2f} to {high:.2f}), "
+            f"prompt lookup {part['prompt_lookup']:.2f}"
+        )
+        typer.echo("  by slot: " + " ".join(f"{rate:.2f}" for rate in part["slots"]))

@@ -1,0 +1,96 @@
+"""Training constants, with the papers' values as defaults."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dspine_mlx.errors import InputError
+
+Reference = Literal["token", "law"]
+Alignment = Literal["embedding", "token"]
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What a drafter is asked to learn.
+
+    The distribution loss of a slot is alpha CE + (1 - alpha) L1. alpha goes from ce_start to
+    ce_weight, straight, between the shares ce_hold and ce_end of the run; the papers keep it at
+    ce_weight.
+    """
+
+    ce_weight: float = 0.1  # alpha; DFlash: 1
+    ce_start: float | None = None  # None: ce_weight, throughout
+    ce_hold: float = 0.0
+    ce_end: float = 0.5
+    reference: Reference = "token"  # CE against the text's token, or against the target's whole law
+    position_decay: float = 7.0  # slot i of 0, 1, ... weighs exp(-i / decay); DSpark: 4
+    refined_weight: float = 1.0
+    candidate_mass_threshold: float = 1e-4  # L1 on candidates only where they hold more than this
+    alignment: Alignment = (
+        "embedding"  # 1 - cos with the label's code, or CE of the layer's own token
+    )
+    alignment_weight: float = 0.5  # beta, reached when the learning rate's warm-up ends
+    replacement_layers: int = 3  # layers whose predecessor may be the true one
+    replacement_probability: float = 0.5
+    replacement_hold_ratio: float = 1 / 6  # until here at that probability,
+    replacement_end_ratio: float = 1 / 3  # then down to 0 here
+    confidence_weight: float = 1.0  # DSpark
+    injection: bool = True  # False: the base states get no message (ablation)
+    refinement: bool = True  # False: no loss on refined scores (ablation)
+
+    def alpha(self, progress: float) -> float:
+        """Share of CE at a share of the run in [0, 1]."""
+        start = self.ce_weight if self.ce_start is None else self.ce_start
+        return ramp(progress, self.ce_hold, self.ce_end, start, self.ce_weight)
+
+    def replacement(self, progress: float) -> float:
+        """Chance that a block's first layers see the true predecessor."""
+        first, end = self.replacement_hold_ratio, self.replacement_end_ratio
+        return ramp(progress, first, end, self.replacement_probability, 0.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How it is taught."""
+
+    steps: int = 2000
+    batch_size: int = 8  # sequences an optimiser step
+    accumulation: int = 1  # forwards it is split into
+    num_anchors: int = 512  # blocks a sequence
+    learning_rate: float = 6e-4
+    warmup_ratio: float = 0.04
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float = 1.0
+    short_block_size: int | None = None  # slots of the first steps: a causal block may grow
+    short_ratio: float = 0.5  # share of the run after which the whole block is trained
+    max_length: int = 4096
+    seed: int = 0
+    checkpoint_layers: bool = False  # compute the layers again in the backward pass, to save memory
+    logit_rows: int = 2048  # rows of full-vocabulary logits held at once
+    save_every: int = 200
+    evaluate_every: int = 200
+    patience: int | None = None  # evaluations without a better acceptance before an early stop
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulation", "num_anchors", "logit_rows"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.batch_size % self.accumulation:
+            raise InputError(
+                f"batch_size {self.batch_size} can't be split into {self.accumulation} equal parts "
+                "(accumulation)"
+            )
+
+
+def ramp(x: float, start: float, end: float, first: float, last: float) -> float:
+    """first until start, last from end on, straight in between."""
+    if x >= end:
+        return last
+    return first + (last - first) * max(0.0, x - start) / (end - start)
+
+
+LOSSES = {
+    "dflash": LossConfig(ce_weight=1.0),
+    "dspark": LossConfig(position_decay=4.0),
+    "dspine": LossConfig(),
+}

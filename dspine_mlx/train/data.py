@@ -1,0 +1,172 @@
+"""Training data: JSONL chats to token sequences with a marked answer."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx.errors import InputError
+
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages that end with the assistant's answer, or a text, and the line they stand on."""
+
+    line: int
+    messages: tuple[dict[str, str], ...]
+
+    @property
+    def answer(self) -> str:
+        return self.messages[-1]["content"]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """tokens [n]; the answer is tokens[start:]."""
+
+    line: int
+    tokens: np.ndarray
+    start: int
+
+
+class BadLine(ValueError):
+    """One sentence about a line that can't be used."""
+
+
+def parse(line: int, text: str) -> Chat:
+    """A chat of one JSONL line: messages, conversations, prompt and completion, or text.
+
+    Only the last assistant turn is an answer to learn; what follows it is dropped.
+    """
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise BadLine(f"it is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise BadLine(f"it is a JSON {type(row).__name__}, not an object")
+    if isinstance(row.get("text"), str):
+        return Chat(line, ({"role": "text", "content": row["text"]},))
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+        turns = [("user", row["prompt"]), ("assistant", row["completion"])]
+    else:
+        turns = [read_turn(m) for m in read_list(row)]
+    last = max((i for i, (role, _) in enumerate(turns) if role == "assistant"), default=0)
+    if last == 0:
+        raise BadLine("it has no assistant turn that follows another turn")
+    return Chat(line, tuple({"role": r, "content": c} for r, c in turns[: last + 1]))
+
+
+def read_list(row: dict[str, Any]) -> list[Any]:
+    for name in ("messages", "conversations"):
+        if isinstance(row.get(name), list):
+            return row[name]
+    raise BadLine("it has none of messages, conversations, prompt with completion, text")
+
+
+def read_turn(message: Any) -> tuple[str, str]:
+    if isinstance(message, dict):
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if isinstance(role, str) and isinstance(content, str):
+            return ROLES.get(role, role), content
+    raise BadLine("a turn lacks a role or a text content")
+
+
+@dataclass
+class Problems:
+    """Lines that were skipped, with the reason; `strict` makes the first one an `InputError`."""
+
+    path: Path
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: int, reason: str) -> None:
+        message = f"line {line} of {self.path} can't be used: {reason}"
+        if self.strict:
+            raise InputError(message)
+        self.lines.append(message)
+
+
+def read_chats(problems: Problems) -> Iterator[Chat]:
+    """The chats of a JSONL file; blank lines are ignored, lines that can't be used are noted."""
+    path = problems.path
+    if not path.is_file():
+        raise InputError(f"there is no data file {path}; give a JSONL file of chats")
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                text = raw.decode("utf-8")
+                if text.strip():
+                    yield parse(number, text)
+            except UnicodeDecodeError:
+                problems.add(number, "it is not UTF-8 text")
+            except BadLine as error:
+                problems.add(number, str(error))
+
+
+def prompt_tokens(chat: Chat, tokenizer: TokenizerWrapper) -> list[int]:
+    """What the target reads before the answer; a plain text has no prompt."""
+    if len(chat.messages) == 1:
+        return []
+    messages = list(chat.messages[:-1])
+    if tokenizer.has_chat_template:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    return list(tokenizer.encode("\n".join(m["content"] for m in messages)))
+
+
+def encode(chat: Chat, tokenizer: TokenizerWrapper, max_length: int, vocab_size: int) -> Sequence:
+    """Prompt, answer and end of text, as decoding would see them."""
+    prompt = prompt_tokens(chat, tokenizer)
+    answer = tokenizer.encode(chat.answer, add_special_tokens=not prompt)
+    tokens = np.array([*prompt, *answer, tokenizer.eos_token_id], np.int32)
+    start = len(prompt) or 1  # the first token of a text has nothing to be predicted from
+    if len(tokens) > max_length:
+        raise BadLine(f"it has {len(tokens)} tokens, the limit is {max_length}")
+    if not answer:
+        raise BadLine("its answer is empty")
+    if tokens.max() >= vocab_size:
+        raise BadLine(
+            f"it has token {tokens.max()}, the target's vocabulary ends at {vocab_size - 1}; "
+            "tokenizer and model don't belong together"
+        )
+    return Sequence(chat.line, tokens, start)
+
+
+def read_sequences(
+    path: Path,
+    tokenizer: TokenizerWrapper,
+    *,
+    max_length: int,
+    vocab_size: int,
+    strict: bool = False,
+    warn: Callable[[str], None] = lambda message: None,
+) -> list[Sequence]:
+    """All usable sequences of a file. What was skipped is told through warn, line by line."""
+    problems, sequences = Problems(path, strict), []
+    for chat in read_chats(problems):
+        try:
+            sequences.append(encode(chat, tokenizer, max_length, vocab_size))
+        except BadLine as error:
+            problems.add(chat.line, str(error))
+    for message in problems.lines:
+        warn(message)
+    if not sequences:
+        reason = problems.lines[0] if problems.lines else "it is empty"
+        raise InputError(f"{path} has no usable line: {reason}")
+    return sequences
+
+
+def order(count: int, epoch: int, seed: int) -> list[int]:
+    """The shuffled indices of one epoch, the same in every run."""
+    indices = list(range(count))
+    random.Random(f"{seed} {epoch}").shuffle(indices)
+    return indices

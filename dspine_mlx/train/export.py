@@ -1,0 +1,95 @@
+"""A trained drafter as a folder: for this package, or in SpecForge's layout."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspine import GATES, DSpine
+from dspine_mlx.errors import InputError
+from dspine_mlx.train.config import LossConfig
+
+DSPINE_KEYS = ("transfer_rank", "message_size", "top_k")
+DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
+STATED = {"is_causal", "rms_norm_eps", "rope_theta", "max_position_embeddings", *DSPINE_KEYS}
+
+
+def export(
+    drafter: DFlash,
+    folder: Path,
+    loss: LossConfig,
+    *,
+    hf: bool = False,
+    dtype: mx.Dtype = mx.bfloat16,
+    replace: bool = False,
+) -> None:
+    """Write config.json and model.safetensors; the folder appears when both are complete.
+
+    hf: SpecForge's tensor names, which servers elsewhere expect; both kinds load here.
+    """
+    if folder.exists() and not replace:
+        raise InputError(f"{folder} exists already; name a new folder")
+    temporary = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    weights = dict(tree_flatten(drafter.parameters()))
+    if hf and isinstance(drafter, DSpine):
+        weights = torch_names(weights)
+    weights = {
+        n: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in weights.items()
+    }
+    mx.save_safetensors(
+        str(temporary / "model.safetensors"), weights, {"format": "pt" if hf else "mlx"}
+    )
+    text = json.dumps(checkpoint_config(drafter, loss, dtype), indent=2)
+    (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+        os.replace(temporary, folder)
+        shutil.rmtree(old)
+    else:
+        os.replace(temporary, folder)
+
+
+def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """DSpine's tensors under SpecForge's names: the inverse of `DSpine.sanitize`."""
+    out = dict(weights)
+    parts = mx.split(out.pop("injection.gates.weight"), len(GATES))
+    out |= {f"injection.{name}.weight": part for name, part in zip(GATES, parts, strict=True)}
+    out["transfer_codes"] = out.pop("transfer_codes.weight")
+    out["transfer_ready"] = mx.array(True)
+    return out
+
+
+def checkpoint_config(drafter: DFlash, loss: LossConfig, dtype: mx.Dtype) -> dict[str, Any]:
+    """config.json with the keys that public checkpoints have; of ours those that say something."""
+    defaults = {f.name: f.default for f in fields(drafter.config) if f.name not in STATED}
+    flat = {k: v for k, v in asdict(drafter.config).items() if k not in defaults or v != defaults[k]}
+    method = type(drafter).__name__
+    nested = {k: flat.pop(k) for k in DFLASH_KEYS}
+    config: dict[str, Any] = {"architectures": [f"{method}DraftModel"], "model_type": "qwen3"}
+    if isinstance(drafter, DSpine):
+        config["dspine_config"] = {k: flat.pop(k) for k in DSPINE_KEYS} | training_keys(loss)
+    return config | flat | {"dflash_config": nested, "dtype": str(dtype).removeprefix("mlx.core.")}
+
+
+def training_keys(loss: LossConfig) -> dict[str, float]:
+    """How it was trained, under SpecForge's names."""
+    names = (
+        "ce_weight",
+        "alignment_weight",
+        "replacement_layers",
+        "replacement_probability",
+        "replacement_hold_ratio",
+        "replacement_end_ratio",
+        "candidate_mass_threshold",
+    )
+    return {name: vars(loss)[name] for name in names}

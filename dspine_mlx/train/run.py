@@ -1,0 +1,237 @@
+"""A training run as a folder: its settings, built into a trainer, new or resumed."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx.config import flatten
+from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspine import DSpine
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import METHODS, read_config, read_weights, resolve
+from dspine_mlx.target import Target
+from dspine_mlx.train.batches import Observe
+from dspine_mlx.train.config import LOSSES, LossConfig, TrainConfig
+from dspine_mlx.train.data import Sequence, read_sequences
+from dspine_mlx.train.features import FeatureCache, observe
+from dspine_mlx.train.loop import CHECKPOINT, Source, Trainer
+from dspine_mlx.train.settings import changed, parse_settings
+from dspine_mlx.train.start import start_dspine, start_layers
+
+SETTINGS = "run.json"
+HELD_OUT = 64  # sequences taken off the end of the data when no held-out file is named
+COPIED = (  # what a new drafter takes from its target's config.json
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "final_logit_softcapping",
+)
+BLOCKS = {"dflash": 16, "dspine": 16, "dspark": 7}
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dspine": {},
+    "dspark": {
+        "markov_rank": 256,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+}
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides what a run does; kept in its folder as run.json."""
+
+    model: str
+    data: str
+    train: TrainConfig
+    loss: LossConfig
+    method: str = "dspine"
+    held_out: str | None = None
+    drafter: dict[str, Any] = field(default_factory=dict)  # fields of the drafter's config
+    target_layers: tuple[int, ...] | None = None  # the draft layers start as these
+    warm_start: str | None = None  # folder of a drafter whose tensors are taken over
+    cache: str | None = None  # folder for the target's features
+    bidirectional: bool = False  # slots see later slots (ablation)
+    strict: bool = False
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        part = folder / f".{SETTINGS}.part"
+        part.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(part, folder / SETTINGS)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        path = folder / SETTINGS
+        if not path.is_file():
+            raise InputError(f"{folder} is no training run: it has no {SETTINGS}")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["train"]["betas"] = tuple(values["train"]["betas"])
+        values["train"] = TrainConfig(**values["train"])
+        values["loss"] = LossConfig(**values["loss"])
+        if values["target_layers"] is not None:
+            values["target_layers"] = tuple(values["target_layers"])
+        return cls(**values)
+
+
+def new_run(method: str, model: str, data: str, settings: list[str], **options: Any) -> Run:
+    """A run with the method's published constants, but for settings such as loss.ce_weight=0.5."""
+    if method not in LOSSES:
+        raise InputError(f"the method is {method!r}; it must be {', '.join(LOSSES)}")
+    sections = parse_settings(settings)
+    return Run(
+        model,
+        data,
+        changed(TrainConfig(), sections["train"]),
+        changed(LOSSES[method], sections["loss"]),
+        method,
+        drafter=sections["drafter"],
+        **options,
+    )
+
+
+@dataclass
+class Job:
+    """A run, loaded."""
+
+    trainer: Trainer
+    held_out: Source
+    skipped: list[str]  # one sentence for each line of the data that can't be used
+
+
+def build(run: Run, folder: Path, progress: Progress = lambda what, done, total: None) -> Job:
+    """Load target, data and drafter, and the last checkpoint if there is one."""
+    model, tokenizer = mlx_lm.load(str(resolve(run.model)))
+    target = Target(model)
+    skipped: list[str] = []
+
+    def read(path: str) -> list[Sequence]:
+        return read_sequences(
+            Path(path),
+            tokenizer,
+            max_length=run.train.max_length,
+            vocab_size=target.vocab_size,
+            strict=run.strict,
+            warn=skipped.append,
+        )
+
+    sequences = read(run.data)
+    if run.held_out is not None:
+        held_out = read(run.held_out)
+    else:
+        count = min(HELD_OUT, len(sequences) // 10)
+        sequences, held_out = (
+            sequences[: len(sequences) - count],
+            sequences[len(sequences) - count :],
+        )
+    mx.random.seed(run.train.seed)
+    drafter = new_drafter(run, target, tokenizer)
+    taps = drafter.config.target_layer_ids
+    sources = [
+        Source(part, features(run, name, target, taps, part, progress))
+        for name, part in (("train", sequences), ("held-out", held_out))
+    ]
+    trainer = Trainer(drafter, sources[0], run.train, run.loss)
+    if (folder / CHECKPOINT).exists():
+        trainer.restore(folder)
+    return Job(trainer, sources[1], skipped)
+
+
+def features(
+    run: Run,
+    name: str,
+    target: Target,
+    taps: tuple[int, ...],
+    sequences: list[Sequence],
+    progress: Progress,
+) -> Observe:
+    if run.cache is None or not sequences:
+        return observe(target, taps)
+    cache = FeatureCache(Path(run.cache) / name, target, taps, sequences)
+    what = f"features ({name}, {cache.size / 1e9:.2f} GB)"
+    cache.fill(sequences, lambda done, total: progress(what, done, total))
+    return cache
+
+
+def new_drafter(run: Run, target: Target, tokenizer: TokenizerWrapper) -> DFlash:
+    """A drafter with its starting weights, in float32, bound to the target."""
+    drafter_class, config_class = METHODS[run.method]
+    config = config_class.from_dict(drafter_config(run, target, tokenizer))
+    drafter = drafter_class(config).bind(target)
+    drafter.set_dtype(mx.float32)
+    if isinstance(drafter, DSpine):
+        start_dspine(drafter, target)
+    if run.target_layers is not None:
+        start_layers(drafter, target, run.target_layers)
+    if run.warm_start is not None:
+        warm_start(drafter, run.warm_start)
+    if run.bidirectional:
+        for layer in drafter.layers:
+            layer.self_attn.causal = False
+    for name in ("embed_tokens", "lm_head"):
+        if name in drafter:
+            drafter[name].freeze()
+    return drafter
+
+
+def drafter_config(run: Run, target: Target, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """The target's own shapes, the method's block size and heads, then what the run states."""
+    source = flatten(read_config(resolve(run.model)))
+    source |= flatten(source.get("text_config") or {})
+    layers = run.drafter.get("num_hidden_layers", 5)
+    config: dict[str, Any] = {name: source[name] for name in COPIED if source.get(name) is not None}
+    config |= {
+        "num_hidden_layers": layers,
+        "vocab_size": target.vocab_size,
+        "block_size": BLOCKS[run.method],
+        "num_target_layers": len(target.layers),
+        "target_layer_ids": spread(len(target.layers), min(layers, len(target.layers) - 1)),
+        "target_hidden_size": target.hidden_size,
+    }
+    if tokenizer.mask_token_id is not None:
+        config["mask_token_id"] = tokenizer.mask_token_id
+    elif "mask_token_id" not in run.drafter:
+        raise InputError(
+            "the tokenizer has no mask token; name a token that texts never hold with "
+            "--set drafter.mask_token_id=ID"
+        )
+    unknown = run.drafter.keys() - {f.name for f in fields(METHODS[run.method][1])}
+    if unknown:
+        raise InputError(f"a {run.method} drafter has no setting {', '.join(sorted(unknown))}")
+    return config | HEADS[run.method] | run.drafter
+
+
+def spread(layers: int, taps: int) -> list[int]:
+    """Taps from the second layer to the third from the end, evenly: [1, 9, 17, 25, 33] of 36."""
+    last = max(1, layers - 3)
+    return sorted({1 + round(i * (last - 1) / max(1, taps - 1)) for i in range(taps)})
+
+
+def warm_start(drafter: DFlash, path: str) -> None:
+    """Take over a drafter's tensors: a DFlash checkpoint has the backbone of every method."""
+    weights = drafter.sanitize(read_weights(resolve(path)))
+    own = dict(tree_flatten(drafter.parameters()))
+    fit = {n: w for n, w in weights.items() if n in own and own[n].shape == w.shape}
+    lost = sorted(weights.keys() - fit.keys())
+    backbone = [n for n in own if n.startswith(("layers.", "fc.")) and n not in fit]
+    if lost or backbone:
+        raise InputError(
+            f"{path} can't start this drafter: {', '.join(lost + backbone)} do not fit its shapes"
+        )
+    drafter.load_weights([(n, w.astype(own[n].dtype)) for n, w in fit.items()], strict=False)

@@ -1,0 +1,67 @@
+"""Where training starts: the transfer space, target layers, or a DFlash checkpoint."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dspine_mlx.convert.transfer_space import transfer_codes
+from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspine import DSpine
+from dspine_mlx.errors import InputError
+from dspine_mlx.target import Target
+
+
+def start_dspine(drafter: DSpine, target: Target) -> None:
+    """C and the projection P from the target's LM head; every R_l starts as P^T, so that a state's
+    readout is its own place in the space; W and G_p start at zero: no message, open to learn.
+
+    C is not trained.
+    """
+    config = drafter.config
+    head = target.head_rows(mx.arange(target.vocab_size)).astype(mx.float32)
+    codes, projection = transfer_codes(head, config.transfer_rank)
+    drafter.transfer_codes.weight = codes.astype(mx.float32)
+    drafter.transfer_codes.freeze()
+    injection, a = drafter.injection, config.message_size
+    for readout, write in zip(injection.readouts, injection.writes, strict=True):
+        readout.weight = projection.T.astype(mx.float32)
+        write.weight = mx.zeros_like(write.weight)
+    injection.gates.weight = mx.concatenate(
+        [
+            injection.gates.weight[:a],
+            mx.zeros((a, config.transfer_rank)),
+            injection.gates.weight[2 * a :],
+        ]
+    )
+
+
+def start_layers(drafter: DFlash, target: Target, ids: tuple[int, ...]) -> list[str]:
+    """Copy target layers into the draft layers where shapes agree; fc becomes the mean of the taps.
+
+    Returns the names of what was copied.
+    """
+    copied = []
+    if len(ids) != len(drafter.layers):
+        raise InputError(
+            f"{len(ids)} target layers were named for {len(drafter.layers)} draft layers; "
+            "name one for each"
+        )
+    for i, (layer, source) in enumerate(zip(drafter.layers, ids, strict=True)):
+        weights = dict(tree_flatten(target.layers[source].parameters()))
+        own = dict(tree_flatten(layer.parameters()))
+        fit = [(n, w) for n, w in weights.items() if n in own and own[n].shape == w.shape]
+        layer.load_weights([(n, w.astype(mx.float32)) for n, w in fit], strict=False)
+        copied += [f"layers.{i}.{name}" for name, _ in fit]
+    taps = len(drafter.config.target_layer_ids)
+    if drafter.feature_size == taps * drafter.config.hidden_size:
+        drafter.fc.weight = (
+            mx.concatenate([mx.eye(drafter.config.hidden_size)] * taps, axis=1) / taps
+        )
+    norms = [target.layers[i].get("input_layernorm") for i in ids]
+    if all(isinstance(norm, nn.RMSNorm) for norm in norms):
+        drafter.hidden_norm.weight = sum(n.weight.astype(mx.float32) for n in norms) / len(norms)
+    norm = next((target.body[n] for n in ("norm", "final_layernorm") if n in target.body), None)
+    if isinstance(norm, nn.RMSNorm) and norm.weight.shape == drafter.norm.weight.shape:
+        drafter.norm.weight = norm.weight.astype(mx.float32)
+        copied.append("norm.weight")
+    return copied

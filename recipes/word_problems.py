@@ -1,0 +1,67 @@
+"""Templated word problems from the PyPI package reasoning-gym (Apache-2.0).
+
+`pip install --no-deps reasoning-gym` serves: only its GSM-symbolic generators are loaded, without
+the package's own dependencies.
+"""
+
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+UNUSABLE = {
+    32,
+    35,
+    37,
+    61,
+    63,
+    65,
+    74,
+    76,
+    77,
+    79,
+    86,
+    87,
+    90,
+    97,
+    98,
+}  # as the package itself says
+
+
+def load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def templates() -> list[Callable[..., dict]]:
+    """The 85 usable problem generators, each called with (random.Random, difficulty)."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("reasoning-gym is not installed: pip install --no-deps reasoning-gym")
+    root = Path(spec.submodule_search_locations[0])
+    package = ModuleType("reasoning_gym")
+    package.__path__ = [str(root)]
+    sys.modules["reasoning_gym"] = package
+    load("reasoning_gym.utils", root / "utils.py")
+    folder = root / "arithmetic" / "gsm_symbolic"
+    modules = [load(n, folder / f"{n}.py") for n in ("generators_00_49", "generators_50_99")]
+    names = [f"generate_{i}" for i in range(100) if i not in UNUSABLE]
+    return [vars(m)[name] for name in names for m in modules if name in vars(m)]
+
+
+def questions(count: int, seed: int) -> Iterator[str]:
+    """Distinct questions, all templates in turn."""
+    rng, makers = random.Random(seed), templates()
+    seen: set[str] = set()
+    while len(seen) < count:
+        question = makers[len(seen) % len(makers)](rng, 1.0)["question"]
+        if question not in seen:
+            seen.add(question)
+            yield question

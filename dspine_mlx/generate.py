@@ -161,7 +161,7 @@ class Decoder:
         features = mx.concatenate([*self.backlog, self.features], axis=1)
         proposal = self.drafter.propose(anchor, features, self.draft_cache)
         self.backlog, self.draft_rows = [], self.features.shape[1]
-        draft = select(proposal, law)
+        draft = select(proposal, law, self.drafter.kernels)
         mx.async_eval(draft.tokens, draft.evidence)
         return draft
 

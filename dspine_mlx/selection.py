@@ -5,6 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from dspine_mlx.dflash import Proposal
+from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.sampling import Sampler
 
@@ -25,26 +26,25 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(mx.zeros((0,), mx.uint32), mx.zeros((0, 1), mx.uint32), None)
 
 
-def select(proposal: Proposal, sampler: Sampler | None = None) -> Draft:
+def select(proposal: Proposal, sampler: Sampler | None = None, kernels: Kernels = OFF) -> Draft:
     """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
 
     Nothing is evaluated here. With a sampler the draws come from `mx.random`'s global state.
     """
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
-    M, K = candidates.shape
-    rows = mx.concatenate([first[None], transitions.reshape((M - 1) * K, K)])
-    law, noise = None, mx.zeros((M, K))
+    noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
     if sampler is not None:
-        law = sampler.draft_law(rows)
-        rows, noise = mx.log(law), mx.random.gumbel((M, K))
-    path = walk(rows[0], rows[1:].reshape(M - 1, K, K), noise)
+        temp, noise = sampler.temp, mx.random.gumbel(candidates.shape)
+        if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
+            first, transitions = (mx.log(sampler.draft_law(x)) for x in (first, transitions))
+            temp = 1.0
+    path, law = walk(first, transitions, noise * temp if sampler else noise, 1 / temp, kernels)
     before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
-    visited = before + mx.maximum(0, 1 + K * (mx.arange(M) - 1))
     return Draft(
         mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0],
         candidates,
-        None if law is None else law[visited],
-        evidence(proposal.confidence, before, rows[visited]),
+        None if sampler is None else law,
+        evidence(proposal.confidence, before, mx.log(law)),
     )
 
 

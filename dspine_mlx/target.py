@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.transition import PACKED_BITS, Rows
 
 # Where mlx-lm's models keep the decoder stack, and what the stack calls its embedding.
 BODIES = (("model",), ("language_model", "model"), ("backbone",))
@@ -51,6 +52,20 @@ class Target:
             bits=head.bits,
             mode=head.mode,
         )
+
+    def head_table(self, tokens: mx.array) -> tuple[Rows, mx.array]:
+        """The LM head as a table of rows, and each token's row in it.
+
+        Rows are looked up where they are, packed or not; of packings that can't be looked up, the
+        table holds the tokens' own rows.
+        """
+        head = self.lm_head
+        if "scales" not in head:
+            return Rows(head.weight), tokens
+        if head.mode == "affine" and head.bits in PACKED_BITS:
+            return Rows(head.weight, head.scales, head.biases, head.group_size, head.bits), tokens
+        rows = self.head_rows(tokens.reshape(-1))
+        return Rows(rows), mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
 
     @contextmanager
     def taps(self, ids: tuple[int, ...]) -> Iterator[None]:

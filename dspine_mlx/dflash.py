@@ -152,7 +152,7 @@ class DFlash(nn.Module):
     def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
         """Use the target's embedding and head; they stay out of this module's parameters.
 
-        kernels: which Metal kernels may run. They have no gradient: a drafter in training needs OFF.
+        kernels: which Metal kernels may run. They have no gradient: training needs OFF.
         """
         object.__setattr__(self, "target", target)
 <<<<<<< HEAD

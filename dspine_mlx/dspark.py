@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.config import DSparkConfig
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target import Target
 
 
@@ -143,7 +144,7 @@ class DSpark(DFlash):
                 )
         return weights
 
-    def bind(self, target: Target) -> "DSpark":
+    def bind(self, target: Target, kernels: Kernels = OFF) -> "DSpark":
         """Use the target's embedding and head, except where the checkpoint has ones that differ."""
         ends = copy(target)
         if "embed_tokens" in self:
@@ -156,7 +157,7 @@ class DSpark(DFlash):
                 del self.lm_head
             else:
                 ends.lm_head, ends.tied = self.lm_head, False
-        super().bind(ends)
+        super().bind(ends, kernels)
         return self
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:

@@ -63,8 +63,9 @@ def load_drafter(
 ) -> DFlash:
     """A drafter from a folder or the Hub, bound to the target's embedding and head.
 
-    kernels: "auto" runs the package's Metal kernels where Metal is present and they pass their check
+    kernels: "auto" runs the package's Metal kernels where there is Metal and they pass their check
     at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
+
     Its weights are cast to the target's activation dtype. Everything that does not fit is named in
     one `InputError` before any forward runs.
     """

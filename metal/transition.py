@@ -24,8 +24,8 @@ def candidate_messages(
 ) -> mx.array:
     """Messages after every predecessor candidate: sigmoid(receiver_t + G_p z_i) * A z_i.
 
-    receiver: [n, a], s_t G_q y_t + b; table: [N, 2a], rows [G_p; A] z of known tokens; rows: [n, K],
-    the table's row of candidate i of slot t - 1. Returns [n, K, a].
+    receiver: [n, a], s_t G_q y_t + b; table: [N, 2a], rows [G_p; A] z of known tokens; rows:
+    [n, K], the table's row of candidate i of slot t - 1. Returns [n, K, a].
     """
     return kernels.run(CANDIDATE_MESSAGES, receiver, table, rows)[0]
 
@@ -61,7 +61,7 @@ CANDIDATE_MESSAGES = Kernel(
 
 
 class Rows(NamedTuple):
-    """A matrix [V, d] whose rows are looked up: floating, or packed by MLX's affine quantisation."""
+    """A matrix [V, d] to look rows up in: floating, or packed by MLX's affine quantisation."""
 
     weight: mx.array
     scales: mx.array | None = None

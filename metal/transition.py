@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     group_size: int = 0
     bits: int = 0  # 0: floating
 
-    def __getitem__(self, rows: mx.array) -> mx.array:
+    def take(self, rows: mx.array) -> mx.array:
         if self.scales is None or self.biases is None:
             return self.weight[rows]
         return mx.dequantize(
@@ -113,7 +113,7 @@ def transition_scores_reference(
     h = u[:, None] + root_mean_square(u)[:, None] * write
     states = mx.fast.rms_norm(h, weight, eps)
     table = Rows(head, scales, biases, group_size, bits) if bits else Rows(head)
-    return [(states @ table[rows].swapaxes(-1, -2)).astype(mx.float32)]
+    return [(states @ table.take(rows).swapaxes(-1, -2)).astype(mx.float32)]
 
 
 def launch_transition_scores(

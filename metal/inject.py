@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
 
-THREADS = 512  # Metal allows a kernel less than 1024 threads when it needs many registers
+THREADS = 512  # a threadgroup; Metal may allow less than 1024 to a kernel with many registers
 MAX_SIZE = 8192
 
 
@@ -109,7 +109,7 @@ def launch_residual_write(
     eps: float,
 ) -> Arrays:
     rows, size = block.shape
-    threads = min(THREADS, size)
+    threads = THREADS
     return function(
         inputs=[block, write, weight, eps],
         template=[("T", block.dtype), ("TG", threads), ("N", -(-size // threads))],

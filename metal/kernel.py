@@ -19,7 +19,7 @@ def source(name: str) -> str:
 class Kernel:
     """One operation in two forms.
 
-    reference(*args): plain MLX operations, for any floating dtype. launch(function, *args): one
+    reference(*args): plain MLX operations, for any floating dtype. launcher(function, *args): one
     launch of the kernel whose body is NAME.metal; function is what `mx.fast.metal_kernel` made.
     limits(*args): why the kernel doesn't serve these arguments, or None. `strided` inputs are
     handed over with their strides, so that a broadcast costs no copy.
@@ -31,12 +31,12 @@ class Kernel:
         inputs: list[str],
         outputs: list[str],
         reference: Callable[..., Arrays],
-        launch: Callable[..., Arrays],
+        launcher: Callable[..., Arrays],
         limits: Callable[..., str | None],
         strided: bool = False,
     ):
-        self.name, self.reference, self.limits = name, reference, limits
-        self._launch = launch
+        self.name, self.reference, self.launcher = name, reference, launcher
+        self.limits = limits
         self.definition: dict[str, Any] = {
             "name": f"dspine_{name}",
             "input_names": inputs,
@@ -48,7 +48,7 @@ class Kernel:
         self.function: Callable[..., Arrays] = mx.fast.metal_kernel(**self.definition)
 
     def launch(self, *args: Any) -> Arrays:
-        return self._launch(self.function, *args)
+        return self.launcher(self.function, *args)
 
 
 @dataclass(frozen=True)

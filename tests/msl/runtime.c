@@ -2,10 +2,20 @@
 // simdgroup, collectives and barriers by switching fibres. A single OS thread runs it all.
 // With `check` set every load and store (clang's trace-loads and trace-stores) passes through shadow
 // memory: accesses out of range, reads of memory never written, data races, stores to inputs.
-// Needs no header beyond the compiler's own, so that any clang builds it.
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
+// Includes no header, so that a bare clang builds it.
+typedef _Bool bool;
+typedef __UINT8_TYPE__ uint8_t;
+typedef __UINT16_TYPE__ uint16_t;
+typedef __UINT32_TYPE__ uint32_t;
+typedef __UINT64_TYPE__ uint64_t;
+typedef __INT32_TYPE__ int32_t;
+typedef __INT64_TYPE__ int64_t;
+typedef __UINTPTR_TYPE__ uintptr_t;
+typedef __SIZE_TYPE__ size_t;
+#define true 1
+#define false 0
+#define NULL ((void*)0)
+#define UINT32_MAX 0xffffffffu
 
 void* calloc(size_t, size_t);
 void free(void*);

@@ -45,8 +45,8 @@ DIALECT = [
     *("-Wno-unknown-attributes", "-Wno-unknown-pragmas", "-Wno-pass-failed"),
     *("-Wimplicit-float-conversion", "-fno-color-diagnostics"),
 ]
-# Metal has neither doubles nor a generic address space. Without the latter metal_stdlib here does not
-# compile, so of such an extra pass only complaints about the kernel's own lines count.
+# Metal has neither doubles nor a generic address space. The metal_stdlib here needs the latter: of
+# an extra pass without it only complaints about the kernel's own lines count.
 APPLE = "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64,-__opencl_c_generic_address_space"
 FOREIGN = re.compile(
     r"requires cl_khr_fp64|(cannot initialize|assigning to|changes address space)"
@@ -180,7 +180,8 @@ def publish_threadgroup_arrays(path: Path) -> list[str]:
 
     def pad(match: re.Match[str]) -> str:
         found.append((match[1], match[2]))
-        return f"{match[1]} = internal global {{ {match[2]}, [256 x i8] }} zeroinitializer, align {match[3]}"
+        padded = f"{{ {match[2]}, [256 x i8] }} zeroinitializer, align {match[3]}"
+        return f"{match[1]} = internal global {padded}"
 
     text = THREADGROUP_ARRAY.sub(pad, path.read_text())
     n = max(1, len(found))

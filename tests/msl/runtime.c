@@ -113,6 +113,7 @@ static _Alignas(16) unsigned char gathered[32 * 16];
 static uint64_t addresses[32];
 static Launch* launch;
 static uint32_t group_index, group_threads;
+static bool abandoned;
 
 static char* stack_of(int lane) { return stacks + (size_t)lane * (STACK + GUARD) + GUARD; }
 static void leave(enum State state) {
@@ -243,7 +244,10 @@ static void access(uintptr_t p, size_t n, bool store, void* pc) {
     return;
   }
   bool own = (p >= (uintptr_t)__ehdr_start && p < (uintptr_t)_end);  // constants, lanes, addresses
-  if (!own) report(WILD, -1, -1, (int64_t)p, where);
+  if (own) return;
+  report(WILD, -1, -1, (int64_t)p, where);
+  abandoned = true;  // the access would kill the process: this fibre is never resumed
+  leave(DONE);
 }
 #define TRACE(N) \
   void __sanitizer_cov_load##N(void* p) { access((uintptr_t)p, N, false, __builtin_return_address(0)); } \
@@ -323,7 +327,8 @@ static bool run_simdgroup(int base, int n) {
   for (;;) {
     arrange(order, n);
     for (int k = 0; k < n; ++k)
-      if (lanes[base + order[k]].state == READY) enter(base + order[k]);
+      if (lanes[base + order[k]].state == READY && !abandoned) enter(base + order[k]);
+    if (abandoned) return false;
     bool waiting = false;
     for (int i = base; i < base + n; ++i) waiting |= lanes[i].state == AT_COLLECTIVE;
     if (!waiting) return true;
@@ -388,7 +393,7 @@ static bool run_group(const uint32_t* full, const uint32_t* groups, const uint32
 }
 
 void msl_launch(Launch* l) {
-  launch = l;
+  launch = l, abandoned = false;
   uint32_t full[3], groups[3];
   for (int d = 0; d < 3; ++d) {
     full[d] = l->threads[d] < l->grid[d] ? l->threads[d] : l->grid[d];

@@ -47,7 +47,10 @@ DIALECT = [
 ]
 # Metal has neither doubles nor a generic address space. The metal_stdlib here needs the latter: of
 # an extra pass without it only complaints about the kernel's own lines count.
-APPLE = "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64,-__opencl_c_generic_address_space"
+APPLE = (
+    "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64,-__opencl_c_generic_address_space,"
+    "-__opencl_c_pipes,-__opencl_c_device_enqueue"  # which depend on the latter
+)
 FOREIGN = re.compile(
     r"requires cl_khr_fp64|(cannot initialize|assigning to|changes address space)"
     r".*__private[^']*\*.*(__global|__local|__constant)[^']*\*"

@@ -115,8 +115,8 @@ class Emulator:
     """Stands in for `mx.fast.metal_kernel(**definition)`; runs when called, on copies.
 
     check: pass every access through the checker, and count bytes into `traffic`. order: in which
-    threadgroups, simdgroups and lanes take turns: 0 forward, 1 reverse, 2 shuffled by seed. `calls`
-    counts launches.
+    threadgroups, simdgroups and lanes take turns: 0 forward, 1 reverse, 2 shuffled by seed.
+    `copies` counts inputs that MLX would first make contiguous, by a launch of its own.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Emulator:
         self.check, self.order, self.seed = check, order, seed
         self.contiguous = definition.get("ensure_row_contiguous", True)
         self.traffic: dict[str, Traffic] = {}
-        self.calls = 0
+        self.copies = 0
         self.programs: dict[Any, tuple[Program, Path, ctypes.CDLL]] = {}
 
     def __call__(
@@ -148,14 +148,13 @@ class Emulator:
             "output_dtypes": output_dtypes,
         } | ({"template": template} if template else {})
         forms = [(str(a.dtype), a.ndim == 0, a.size < 8) for a in arrays]
-        key = (*forms, repr(template), *map(str, output_dtypes))
+        key = (self.check, *forms, repr(template), *map(str, output_dtypes))
         if key not in self.programs:
             self.programs[key] = self.compile(inputs, options)
         program, built, library = self.programs[key]
         outputs = list(zip(output_shapes, output_dtypes, strict=True))
         memories = self.allocate(program, arrays, outputs)
         self.launch(library, built, memories, grid, threadgroup)
-        self.calls += 1
         return self.results(memories, outputs)
 
     def compile(self, inputs: list[Any], options: Any) -> tuple[Program, Path, ctypes.CDLL]:
@@ -164,7 +163,7 @@ class Emulator:
         program = translate(generated, header, body, self.definition["name"])
         if len(program.buffers) > MAX_BUFFERS:
             raise KernelError(f"{len(program.buffers)} buffers, Metal has {MAX_BUFFERS}")
-        built = build(program)
+        built = build(program, traced=self.check)
         return program, built, load(built)
 
     def allocate(
@@ -186,8 +185,9 @@ class Emulator:
         return memories
 
     def copy(self, name: str, array: np.ndarray) -> Memory:
-        if self.contiguous:
-            array = np.ascontiguousarray(array).reshape(array.shape)
+        if self.contiguous and not array.flags.c_contiguous:
+            self.copies += 1
+            array = np.ascontiguousarray(array)
         steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
         extent = sum(steps) // array.itemsize + 1 if array.size else 0
         memory = Memory(name, array.dtype, extent, INPUT)

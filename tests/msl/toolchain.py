@@ -93,19 +93,21 @@ def run(arguments: list[str], link: bool = False) -> str:
     return result.stderr
 
 
-def build(program: Program) -> Path:
-    """The shared object of a program and the run-time."""
+def build(program: Program, traced: bool) -> Path:
+    """The shared object of a program and the run-time; traced: for the checker, several times
+    slower."""
+    flags = ["-O1", *TRACE] if traced else ["-O2"]
 
     def make(work: Path) -> None:
         (work / "kernel.cl").write_text(program.text)
         front_end(work, program.label)
         names = publish_threadgroup_arrays(work / "kernel.ll")
         (work / "arrays").write_text("\n".join(names))
-        kernel, flags = str(work / "kernel.o"), [*CODE, *TRACE, "-Wno-override-module"]
-        run(["-x", "ir", *flags, "-O1", "-c", str(work / "kernel.ll"), "-o", kernel])
+        kernel, text = str(work / "kernel.o"), str(work / "kernel.ll")
+        run(["-x", "ir", *CODE, *flags, "-Wno-override-module", "-c", text, "-o", kernel])
         run([kernel, str(runtime()), "-o", str(work / "kernel.so")], link=True)
 
-    return cached("kernel.so", [program.text, repr(DIALECT), repr(TRACE), *sources()], make)
+    return cached("kernel.so", [program.text, repr(DIALECT), repr(flags), *sources()], make)
 
 
 def runtime() -> Path:

@@ -13,7 +13,14 @@ from dspine_mlx.metal.transition import CANDIDATE_MESSAGES, TRANSITION_SCORES
 from dspine_mlx.metal.walk import WALK
 from tests.msl import Emulator, unavailable
 
-KERNELS = (GATED_MESSAGE, RESIDUAL_WRITE, CANDIDATE_MESSAGES, TRANSITION_SCORES, WALK)
+KERNELS = (
+    GATED_MESSAGE,
+    RESIDUAL_WRITE,
+    CANDIDATE_MESSAGES,
+    TRANSITION_SCORES,
+    WALK,
+    MARKOV_SCORES,
+)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 METAL = mx.metal.is_available()
 

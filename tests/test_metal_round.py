@@ -13,15 +13,17 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.config import DSpineConfig
+from dspine_mlx.config import DSparkConfig, DSpineConfig
+from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.load import DEMO
 from dspine_mlx.metal.inject import GATED_MESSAGE, RESIDUAL_WRITE
 from dspine_mlx.metal.kernel import Arrays, Kernel, Kernels
+from dspine_mlx.metal.markov import MARKOV_SCORES
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.target import Target
 from tests.metal_device import KERNELS, METAL, emulator, needs_device
-from tests.tiny import randomise
+from tests.tiny import drafter_config, randomise
 
 VIEWS = {  # primitives of a graph that launch nothing
     *("Slice", "Reshape", "Transpose", "Broadcast", "Squeeze", "ExpandDims"),
@@ -147,7 +149,7 @@ class Trusting(Kernels):
 
 def launches(monkeypatch: pytest.MonkeyPatch, function: Any, *arrays: mx.array) -> Counter[str]:
     """What a call launches, from the graph MLX exports."""
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, MARKOV_SCORES):
         monkeypatch.setattr(kernel, "function", partial(kernel.function, stream=mx.gpu))
     found: Counter[str] = Counter()
 
@@ -200,3 +202,22 @@ def test_codes_are_folded_with_their_gates_for_kernels_only(demo: tuple[nn.Modul
     assert "transfer_codes" not in fused
     one, two = (table[rows] for table, rows in (d.code_rows(tokens) for d in (plain, fused)))
     np.testing.assert_allclose(np.array(one), np.array(two), atol=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "launched"), [("vanilla", 1), ("gated", None)])
+def test_a_vanilla_markov_table_takes_one_launch(
+    monkeypatch: pytest.MonkeyPatch, kind: str, launched: int | None
+) -> None:
+    config = drafter_config(markov_rank=16, markov_head_type=kind, first_slot=0)
+    drafter = DSpark(DSparkConfig.from_dict(config))
+    drafter.kernels = active(Trusting)
+    mx.eval(drafter.parameters())
+    M, K, d = 8, 4, drafter.config.hidden_size
+    tokens = mx.zeros((M, K), mx.uint32)
+
+    def table(base: mx.array, before: mx.array, ids: mx.array, states: mx.array) -> list[mx.array]:
+        return [drafter.markov_table(base, before, ids, states)]
+
+    found = launches(monkeypatch, table, mx.zeros((M, K)), tokens, tokens, mx.zeros((M, d)))
+    assert found["CustomKernel"] == (launched or 0)
+    assert (found.total() == 1) == (launched == 1)

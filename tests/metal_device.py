@@ -19,7 +19,6 @@ KERNELS = (
     CANDIDATE_MESSAGES,
     TRANSITION_SCORES,
     WALK,
-    MARKOV_SCORES,
 )
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 METAL = mx.metal.is_available()

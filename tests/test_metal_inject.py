@@ -17,6 +17,7 @@ from tests.metal_device import (
     wide,
 )
 
+WriteInputs = tuple[mx.array, mx.array, mx.array, float]
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31)
 
@@ -38,11 +39,9 @@ def exact_message(
     return [np.stack(messages), np.stack(receivers)]
 
 
-def exact_write(
-    block: np.ndarray, write: np.ndarray, weight: np.ndarray, eps: float
-) -> list[np.ndarray]:
-    h = block.copy()
-    for u, w in zip(h[len(block) - len(write) :], write, strict=True):
+def exact_write(args: WriteInputs) -> list[np.ndarray]:
+    (h, write, weight), eps = map(wide, args[:3]), args[3]
+    for u, w in zip(h[len(h) - len(write) :], write, strict=True):
         u += np.sqrt((u**2).mean()) * w
     return [h, h / np.sqrt((h**2).mean(axis=1, keepdims=True) + eps) * weight]
 
@@ -55,9 +54,7 @@ def message_inputs(M: int, r: int, a: int, dtype: mx.Dtype) -> tuple[mx.array, .
     return y, products, normal((2 * a,), dtype), normal((a,), dtype)
 
 
-def write_inputs(
-    rows: int, kept: int, size: int, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array, mx.array, float]:
+def write_inputs(rows: int, kept: int, size: int, dtype: mx.Dtype) -> WriteInputs:
     block, write = normal((rows, size), dtype, 3.0), normal((rows - kept, size), dtype)
     return block, write, 1 + normal((size,), dtype, 0.1), 1e-6
 
@@ -79,7 +76,7 @@ def test_residual_write_of_any_size(
 ) -> None:
     mx.random.seed(seed)
     args = write_inputs(rows, min(kept, rows - 1), 32 * blocks, dtype)
-    assert_close(RESIDUAL_WRITE, args, exact_write(*map(wide, args[:3]), args[3]))
+    assert_close(RESIDUAL_WRITE, args, exact_write(args))
 
 
 @needs_device
@@ -88,29 +85,29 @@ def test_at_the_sizes_of_an_8b_target(dtype: mx.Dtype) -> None:
     args = message_inputs(15, 1024, 512, dtype)
     assert_close(GATED_MESSAGE, args, exact_message(*map(wide, args)), check=False)
     written = write_inputs(16, 1, 4096, dtype)
-    exact = exact_write(*map(wide, written[:3]), written[3])
+    exact = exact_write(written)
     assert_close(RESIDUAL_WRITE, written, exact, check=False)
 
 
 @needs_device
 def test_the_largest_hidden_size() -> None:
     args = write_inputs(3, 1, 8192, mx.float32)
-    assert_close(RESIDUAL_WRITE, args, exact_write(*map(wide, args[:3]), args[3]))
+    assert_close(RESIDUAL_WRITE, args, exact_write(args))
 
 
 @needs_device
-@pytest.mark.parametrize("kernel", [GATED_MESSAGE, RESIDUAL_WRITE], ids=lambda k: k.name)
-def test_zero_rows_stay_finite(kernel) -> None:  # type: ignore[no-untyped-def]
-    """||y|| = 0 is clamped, and the norm of a zero row is kept finite by its eps."""
-    if kernel is GATED_MESSAGE:
-        y, products, anchor, bias = message_inputs(4, 16, 8, mx.float32)
-        args = (y.at[1].multiply(0), products.at[1].multiply(0), anchor, bias)
-        exact = exact_message(*map(wide, args))
-    else:
-        block, write, weight, eps = write_inputs(4, 1, 64, mx.float32)
-        args = (block.at[2].multiply(0), write, weight, eps)
-        exact = exact_write(*map(wide, args[:3]), eps)
-    assert_close(kernel, args, exact)
+def test_a_readout_of_zero_is_clamped() -> None:
+    y, products, anchor, bias = message_inputs(4, 16, 8, mx.float32)
+    args = (y.at[1].multiply(0), products.at[1].multiply(0), anchor, bias)
+    assert_close(GATED_MESSAGE, args, exact_message(*map(wide, args)))
+
+
+@needs_device
+def test_a_zero_row_is_normalised_to_zero() -> None:
+    block, write, weight, eps = write_inputs(4, 1, 64, mx.float32)
+    args = (block.at[2].multiply(0), write, weight, eps)
+    assert_close(RESIDUAL_WRITE, args, exact_write(args))
+    assert not launch(RESIDUAL_WRITE, *args)[1][2].any().item()
 
 
 @needs_device
@@ -138,6 +135,6 @@ def test_the_plain_paths_are_the_definitions() -> None:
     for got, wanted in zip(gated_message(*args), exact_message(*map(wide, args)), strict=True):
         np.testing.assert_allclose(wide(got), wanted, atol=1e-5)
     written = write_inputs(6, 2, 48, mx.float32)
-    exact = exact_write(*map(wide, written[:3]), written[3])
+    exact = exact_write(written)
     for got, wanted in zip(residual_write(*written), exact, strict=True):
         np.testing.assert_allclose(wide(got), wanted, atol=1e-5)

@@ -201,7 +201,7 @@ class Emulator:
         array = numpy_view(given[match[1]])
         if self.contiguous:
             array = np.ascontiguousarray(array).reshape(array.shape)
-        values = {
+        values: np.ndarray = {
             "shape": np.array(array.shape, np.int32),
             "strides": np.array(array.strides, np.int64) // array.itemsize,
             "ndim": np.array([array.ndim], np.int32),

@@ -68,8 +68,9 @@ class DSpine(DFlash):
     def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
         """See `DFlash.bind`. With kernels, codes kept in full are folded with their gates."""
         super().bind(target, kernels)
-        if kernels.active and "scales" not in self.transfer_codes:
-            self.folded_codes = self.injection.from_codes(self.transfer_codes.weight)
+        codes = self.get("transfer_codes", {})  # absent once they are folded
+        if kernels.active and "weight" in codes and "scales" not in codes:
+            self.folded_codes = self.injection.from_codes(codes.weight)
             mx.eval(self.folded_codes)
             del self.transfer_codes
         return self

@@ -56,7 +56,12 @@ VIEWS = {
     *("Slice", "Reshape", "Transpose", "Broadcast", "Squeeze", "ExpandDims"),
     *("Flatten", "Unflatten", "Arange"),
 }
-FUSED = ("rms_norm", "rope", "scaled_dot_product_attention")  # one launch each with Metal
+FUSED = {  # one launch each with Metal
+    "rms_norm": mx.fast,
+    "rope": mx.fast,
+    "scaled_dot_product_attention": mx.fast,
+    "dequantize": mx,
+}
 
 
 @dataclass(frozen=True)
@@ -78,29 +83,33 @@ class Trusting(Kernels):
         return kernel.launch(*args)
 
 
-def stand_in(name: str, x: mx.array, *_: Any, **__: Any) -> mx.array:
-    """One recorded launch for an operation of mx.fast, which the CPU backend would take apart."""
+def stand_in(name: str, x: mx.array, *_: Any, **options: Any) -> mx.array:
+    """One recorded launch for an operation that the CPU backend would take apart."""
     kernel = mx.fast.metal_kernel(name=name, input_names=["x"], output_names=["y"], source="")
     launch = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "stream": mx.gpu}
-    return kernel(inputs=[x], output_shapes=[x.shape], output_dtypes=[x.dtype], **launch)[0]
+    shape, dtype = x.shape, x.dtype
+    if name == "dequantize":
+        shape = (*shape[:-1], shape[-1] * 32 // options["bits"])
+        dtype = options["scales"].dtype
+    return kernel(inputs=[x], output_shapes=[shape], output_dtypes=[dtype], **launch)[0]
 
 
 @contextmanager
 def recordable() -> Iterator[None]:
-    """Within it custom kernels and mx.fast can be exported without Metal."""
+    """Within it custom kernels and FUSED operations can be exported without Metal."""
     functions = {kernel: kernel.function for kernel in KERNELS}
-    fast = {name: getattr(mx.fast, name) for name in FUSED}
+    originals = {name: getattr(module, name) for name, module in FUSED.items()}
     try:
         for kernel in KERNELS:
             kernel.function = partial(kernel.function, stream=mx.gpu)
-        for name in FUSED:
-            setattr(mx.fast, name, partial(stand_in, name))
+        for name, module in FUSED.items():
+            setattr(module, name, partial(stand_in, name))
         yield
     finally:
         for kernel, function in functions.items():
             kernel.function = function
-        for name, function in fast.items():
-            setattr(mx.fast, name, function)
+        for name, original in originals.items():
+            setattr(FUSED[name], name, original)
 
 
 def nbytes(tensor: tuple[str, tuple[int, ...], mx.Dtype]) -> int:
@@ -248,6 +257,7 @@ def main() -> None:
     )
     parser.add_argument("--bits", type=int, default=0, help="of the drafter and head; 0: bfloat16")
     bits = parser.parse_args().bits
+    mx.random.seed(0)
     costs = kernel_costs(bits)
     active = Trusting("auto")
     active.active = True

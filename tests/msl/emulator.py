@@ -201,11 +201,10 @@ class Emulator:
         array = numpy_view(given[match[1]])
         if self.contiguous:
             array = np.ascontiguousarray(array).reshape(array.shape)
-        values: np.ndarray = {
-            "shape": np.array(array.shape, np.int32),
-            "strides": np.array(array.strides, np.int64) // array.itemsize,
-            "ndim": np.array([array.ndim], np.int32),
-        }[match[2]]
+        if match[2] == "strides":
+            values = np.array(array.strides, np.int64) // array.itemsize
+        else:
+            values = np.array(array.shape if match[2] == "shape" else [array.ndim], np.int32)
         memory = Memory(name, values.dtype, values.size, SHAPE)
         memory.data[:] = values.view(np.uint8)
         return memory

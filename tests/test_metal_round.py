@@ -119,7 +119,8 @@ def test_text_is_the_same_with_and_without_kernels(demo: tuple[nn.Module, Any]) 
 
     def decode(drafter: DSpine) -> tuple[list[int], int]:
         prompt = "Ali is collecting bottle caps. He has 52 bottle caps."
-        options: dict[str, Any] = {"max_tokens": 200, "logits_processors": [without_end]}
+        options: dict[str, Any] = {"max_tokens": 200, "verify_length": 15}
+        options["logits_processors"] = [without_end]
         responses = list(dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options))
         return [r.token for r in responses], responses[-1].rounds
 

@@ -22,7 +22,6 @@ void free(void*);
 void* memcpy(void*, const void*, size_t);
 void* memset(void*, int, size_t);
 void* mmap(void*, size_t, int, int, int, long);
-int mprotect(void*, size_t, int);
 
 // From the kernel's object: its entry, and its threadgroup arrays.
 void msl_entry(const uint64_t* args, const uint32_t* attributes);
@@ -95,7 +94,7 @@ static void* new_fibre(char* top, void (*run)(void)) {
 #endif
 void msl_switch(void** from, void** to);
 
-enum { STACK = 64 << 10, GUARD = 4096, MAX_THREADS = 1024, MAX_THREADGROUP_BYTES = 32768 };
+enum { STACK = 64 << 10, MAX_THREADS = 1024, MAX_THREADGROUP_BYTES = 32768 };
 enum State { READY, AT_COLLECTIVE, AT_BARRIER, DONE };
 typedef struct {
   void* sp;
@@ -115,7 +114,7 @@ static Launch* launch;
 static uint32_t group_index, group_threads;
 static bool abandoned;
 
-static char* stack_of(int lane) { return stacks + (size_t)lane * (STACK + GUARD) + GUARD; }
+static char* stack_of(int lane) { return stacks + (size_t)lane * STACK; }
 static void leave(enum State state) {
   Lane* lane = &lanes[current];
   lane->state = state;
@@ -407,11 +406,8 @@ void msl_launch(Launch* l) {
     report(TOO_LARGE, -1, -1, bytes, group_threads);
     return;
   }
-  if (!stacks) {
-    size_t size = (size_t)MAX_THREADS * (STACK + GUARD);
-    stacks = mmap(NULL, size, 3, 0x4022, -1, 0);  // private, anonymous, not reserved
-    for (int i = 0; i < MAX_THREADS; ++i) mprotect(stack_of(i) - GUARD, GUARD, 0);
-  }
+  if (!stacks)  // private, anonymous, not reserved; no guard pages, maps are limited in number
+    stacks = mmap(NULL, (size_t)MAX_THREADS * STACK, 3, 0x4022, -1, 0);
   for (uint32_t i = 0; i < l->n_buffers; ++i) addresses[i] = l->buffers[i].address;
   if (l->check) begin_check();
   uint32_t n = groups[0] * groups[1] * groups[2];

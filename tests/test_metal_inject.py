@@ -103,6 +103,22 @@ def test_a_readout_of_zero_is_clamped() -> None:
 
 
 @needs_device
+def test_a_tiny_readout_is_scaled_in_full() -> None:
+    y, products, anchor, bias = message_inputs(4, 16, 8, mx.float32)
+    args = (y * 1e-9, products * 1e-9, anchor, bias)
+    assert_close(GATED_MESSAGE, args, exact_message(*map(wide, args)))
+
+
+@needs_device
+def test_the_norm_is_that_of_the_rounded_h() -> None:
+    """One rounding away from the norm of the h that was written, as for plain operations."""
+    args = write_inputs(6, 1, 512, mx.bfloat16)
+    h, normed = map(wide, launch(RESIDUAL_WRITE, *args))
+    exact = h / np.sqrt((h**2).mean(axis=1, keepdims=True) + args[3]) * wide(args[2])
+    assert (np.abs(normed - exact) <= 1.01 * 2**-8 * np.abs(exact)).all()
+
+
+@needs_device
 def test_a_zero_row_is_normalised_to_zero() -> None:
     block, write, weight, eps = write_inputs(4, 1, 64, mx.float32)
     args = (block.at[2].multiply(0), write, weight, eps)

@@ -155,11 +155,8 @@ class DFlash(nn.Module):
         kernels: which Metal kernels may run. They have no gradient: training needs OFF.
         """
         object.__setattr__(self, "target", target)
-<<<<<<< HEAD
         object.__setattr__(self, "schedule", None)  # made by dspine_mlx.schedule at first use
-=======
         self.kernels = kernels
->>>>>>> 76e189b (Metal kernels for injection, transition table and walk, behind checked dispatchers)
         return self
 
     def no_features(self) -> mx.array:

@@ -34,11 +34,12 @@ def select(proposal: Proposal, sampler: Sampler | None = None, kernels: Kernels 
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
     noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
     if sampler is not None:
-        temp, noise = sampler.temp, mx.random.gumbel(candidates.shape)
         if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
             first, transitions = (mx.log(sampler.draft_law(x)) for x in (first, transitions))
-            temp = 1.0
-    path, law = walk(first, transitions, noise * temp if sampler else noise, 1 / temp, kernels)
+        else:
+            temp = sampler.temp
+        noise = mx.random.gumbel(candidates.shape) * temp
+    path, law = walk(first, transitions, noise, 1 / temp, kernels)
     before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
     return Draft(
         mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0],

@@ -51,6 +51,13 @@ def generate(
             rich_help_panel=PAIR,
         ),
     ] = "auto",
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="'auto': the package's Metal kernels, checked at first use; 'off': plain MLX.",
+            rich_help_panel=PAIR,
+        ),
+    ] = "auto",
     no_profile: Annotated[
         bool,
         typer.Option(
@@ -164,6 +171,7 @@ def generate(
     target, tokenizer, drafter = load(
         model,
         draft_model,
+        kernels=kernels,
         adapter_path=adapter_path,
         tokenizer_config={"trust_remote_code": trust_remote_code},
     )

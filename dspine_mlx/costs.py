@@ -264,7 +264,7 @@ class Bench:
 
     def draft(self) -> None:
         proposal = self.drafter.propose(0, self.features[:, :2], self.draft_cache)
-        draft = select(proposal)
+        draft = select(proposal, kernels=self.drafter.kernels)
         mx.eval(draft.tokens, draft.evidence)
         for c in self.draft_cache:
             c.trim(min(2, self.features.shape[1]))

@@ -222,7 +222,7 @@ class Decoder:
         """Start drafting after the anchor; it runs while tokens are yielded."""
         sampled = isinstance(self.sampler, Sampler) and self.draft_filter is None
         proposal = self.context.propose(anchor, self.features)
-        draft = select(proposal, self.sampler if sampled else None)
+        draft = select(proposal, self.sampler if sampled else None, self.drafter.kernels)
         mx.async_eval(draft.tokens, draft.evidence)
         return draft
 

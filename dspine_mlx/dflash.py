@@ -13,6 +13,7 @@ from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from dspine_mlx.config import DrafterConfig
+from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target import Target
 
 
@@ -148,10 +149,14 @@ class DFlash(nn.Module):
                 out[name] = value
         return out
 
-    def bind(self, target: Target) -> "DFlash":
-        """Use the target's embedding and head; they stay out of this module's parameters."""
+    def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
+        """Use the target's embedding and head; they stay out of this module's parameters.
+
+        kernels: which Metal kernels may run. They have no gradient: training needs OFF.
+        """
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "schedule", None)  # made by dspine_mlx.schedule at first use
+        self.kernels = kernels
         return self
 
     def no_features(self) -> mx.array:

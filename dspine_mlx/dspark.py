@@ -14,6 +14,8 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.config import DSparkConfig
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target import Target
 
 
@@ -143,7 +145,7 @@ class DSpark(DFlash):
                 )
         return weights
 
-    def bind(self, target: Target) -> "DSpark":
+    def bind(self, target: Target, kernels: Kernels = OFF) -> "DSpark":
         """Use the target's embedding and head, except where the checkpoint has ones that differ."""
         ends = copy(target)
         if "embed_tokens" in self:
@@ -156,7 +158,7 @@ class DSpark(DFlash):
                 del self.lm_head
             else:
                 ends.lm_head, ends.tied = self.lm_head, False
-        super().bind(ends)
+        super().bind(ends, kernels)
         return self
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
@@ -173,9 +175,20 @@ class DSpark(DFlash):
         previous = None
         if "markov_head" in self:
             previous = self.markov_head.markov_w1(before)
-            table = self.markov_head(base, previous, self.markov_head.markov_w2(ids), states)
+            table = self.markov_table(base, before, ids, states)
         confidence = self.confidence(states, previous, base.shape)
         return Proposal(candidates, table[0, 0], table[1:], confidence)
+
+    def markov_table(
+        self, base: mx.array, before: mx.array, ids: mx.array, states: mx.array
+    ) -> mx.array:
+        """The Markov head's table [M, K, K] after predecessors `before` [M, K]; that of an unpacked
+        vanilla head takes one launch where kernels run."""
+        head = self.markov_head
+        w1, w2 = head.markov_w1, head.markov_w2
+        if type(head) is VanillaMarkov and "scales" not in w1 and "scales" not in w2:
+            return markov_scores(base, w1.weight, w2.weight, before, ids, self.kernels)
+        return head(base, w1(before), w2(ids), states)
 
     def confidence(
         self, states: mx.array, previous: mx.array | None, shape: tuple[int, ...]

@@ -12,6 +12,9 @@ from dspine_mlx.config import DSpineConfig
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.inject import gated_message, residual_write
+from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.transition import candidate_messages, transition_scores
+from dspine_mlx.target import Target
 
 GATES = ("receiver_gate", "predecessor_gate", "message")  # G_q, G_p, A, as stacked in `gates`
 
@@ -62,31 +65,63 @@ class DSpine(DFlash):
         last = layer + 1 == len(self.layers)
         return self.norm if last else self.layers[layer + 1].input_layernorm
 
+    def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
+        """See `DFlash.bind`. With kernels, codes kept in full are folded with their gates."""
+        super().bind(target, kernels)
+        codes = self.get("transfer_codes", {})  # absent once they are folded
+        if kernels.active and "weight" in codes and "scales" not in codes:
+            self.folded_codes = self.injection.from_codes(codes.weight)
+            mx.eval(self.folded_codes)
+            del self.transfer_codes
+        return self
+
+    def code_rows(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """A table [N, 2a] with rows [G_p; A] sqrt(r) C[x], and each token's row in it.
+
+        A round reads the codes C [V, r] in this form only. Folded once for the vocabulary it takes
+        as much memory where 2a = r, and saves every round the product over all candidates.
+        """
+        if "folded_codes" in self:
+            return self.folded_codes, tokens
+        table = self.injection.from_codes(self.transfer_codes(tokens.reshape(-1)))
+        return table, mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
+
+    def inject(
+        self, layer: int, block: mx.array, anchor: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Injection after a layer, in five launches: h of all slots [B, d], normalised for the next
+        layer too, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
+
+        block: the layer's output [B, d], slot 0 stays as it is; anchor: [G_p; A] sqrt(r) C[x_0].
+        """
+        injection, norm = self.injection, self.next_norm(layer)
+        y = injection.readouts[layer](block[1:])
+        message, receiver = gated_message(
+            y, injection.gates(y), anchor, injection.bias, self.kernels
+        )
+        write = injection.writes[layer](message)
+        h, normed = residual_write(block, write, norm.weight, norm.eps, self.kernels)
+        return h, normed, receiver
+
     def injected_backbone(
         self, anchor: mx.array, features: mx.array, cache: list[KVCache]
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Run all layers; of slots 1..M after the last one: normalised states [M, d], the states u
-        [M, d] before its injection, and its receiver terms s_t G_q y_t + b [M, a]."""
+        [M, d] before its injection, and its receiver terms [M, a]."""
         h, context = self.embed_block(anchor), self.context(features)
         normed = self.layers[0].input_layernorm(h)
-        code = self.injection.from_codes(self.transfer_codes(anchor.reshape(1)))[0]
+        table, row = self.code_rows(anchor)
+        code = table[row]
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
             block = layer(h, normed, context, c)[0]
-            u, norm = block[1:], self.next_norm(i)
-            y = self.injection.readouts[i](u)
-            message, receiver = gated_message(y, self.injection.gates(y), code, self.injection.bias)
-            written, normed = residual_write(
-                u, self.injection.writes[i](message), norm.weight, norm.eps
-            )
-            if i + 1 < len(self.layers):
-                h = mx.concatenate([block[:1], written])[None]
-                normed = mx.concatenate([norm(block[:1]), normed])[None]
-        return normed, u, receiver
+            h, normed, receiver = self.inject(i, block, code)
+            h, normed = h[None], normed[None]
+        return normed[0, 1:], block[1:], receiver
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
         """Propose M tokens after the anchor: T_t[i, j] = S_t(v_i, v_j), the last layer's injection
         redone with candidate i of slot t - 1 as the predecessor. See `DFlash.propose`."""
-        states, u, receiver = self.injected_backbone(mx.array(anchor), features, cache)
+        states, u, receiver = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
         candidates, scores = self.candidates(states)
         table = self.transition_table(u[1:], receiver[1:], candidates)
         return Proposal(candidates, scores[0], table)
@@ -97,14 +132,11 @@ class DSpine(DFlash):
         u [M-1, d] and receiver [M-1, a] of slots 2..M are kept from the last layer: no readout or
         gate of theirs is computed again.
         """
-        a = receiver.shape[-1]
-        codes = self.transfer_codes(candidates[:-1])  # [M-1, K, r]
-        previous = self.injection.from_codes(codes)
-        message = mx.sigmoid(receiver[:, None] + previous[..., :a]) * previous[..., a:]
+        message = candidate_messages(receiver, *self.code_rows(candidates[:-1]), self.kernels)
         write = self.injection.writes[-1](message)  # [M-1, K, d]
-        _, states = residual_write(u[:, None], write, self.norm.weight, self.norm.eps)
-        rows = self.target.head_rows(candidates[1:])  # [M-1, K, d]
-        return self.scale_scores(states @ rows.swapaxes(-1, -2))
+        norm = (self.norm.weight, self.norm.eps)
+        head, rows = self.target.head_table(candidates[1:])
+        return self.scale_scores(transition_scores(u, write, norm, head, rows, self.kernels))
 
 
 def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:

@@ -20,6 +20,7 @@ from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.kernel import Kernels
 from dspine_mlx.target import Target
 
 DRAFTER_FILES = ("*.json", "*.safetensors")
@@ -37,12 +38,14 @@ def load(
     *,
     revision: str | None = None,
     draft_revision: str | None = None,
+    kernels: str = "auto",
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper, DFlash | None]:
     """A target, its tokenizer, and a drafter bound to it.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
-    comes without a drafter (None). options go to mlx_lm.load (tokenizer_config, adapter_path ...).
+    comes without a drafter (None). kernels: see `load_drafter`. options go to mlx_lm.load
+    (tokenizer_config, adapter_path ...).
     """
     if model is None and draft is None:
         model, draft = DEMO / "target", DEMO / "drafter"
@@ -59,15 +62,22 @@ def load(
         raise InputError(f"{model} can't be loaded as a target: {reason}") from error
     if draft is None:
         return target, tokenizer, None
-    return target, tokenizer, load_drafter(draft, target, revision=draft_revision)
+    drafter = load_drafter(draft, target, revision=draft_revision, kernels=kernels)
+    return target, tokenizer, drafter
 
 
-def load_drafter(path: str | Path, model: nn.Module, *, revision: str | None = None) -> DFlash:
+def load_drafter(
+    path: str | Path, model: nn.Module, *, revision: str | None = None, kernels: str = "auto"
+) -> DFlash:
     """A drafter from a folder or the Hub, bound to the target's embedding and head.
+
+    kernels: "auto" runs the package's Metal kernels where there is Metal and they pass their check
+    at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
 
     Its weights are cast to the target's activation dtype. Everything that does not fit is named in
     one `InputError` before any forward runs.
     """
+    chosen = Kernels(kernels)
     folder = resolve(path, revision)
     config, weights = read_config(folder), read_weights(folder)
     drafter_class, config_class = METHODS[identify(config, weights)]
@@ -84,7 +94,7 @@ def load_drafter(path: str | Path, model: nn.Module, *, revision: str | None = N
     mx.eval(
         [value for m in drafter.modules() for value in m.values() if isinstance(value, mx.array)]
     )
-    return drafter.bind(target)
+    return drafter.bind(target, chosen)
 
 
 @contextmanager

@@ -71,6 +71,11 @@ class Sampler:
             kept = apply_top_k(kept, self.top_k)
         return mx.softmax((kept * (1.0 / self.temp)).astype(mx.float32), axis=-1)
 
+    @property
+    def truncates(self) -> bool:
+        """Whether the law of drafts is more than a softmax at the temperature."""
+        return 0 < self.top_p < 1 or self.min_p != 0 or self.top_k > 0
+
     def truncate(self, logprobs: mx.array) -> mx.array:
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from dspine_mlx.dflash import Proposal
+from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.sampling import Sampler
 
@@ -22,26 +23,28 @@ class Draft(NamedTuple):
         return Draft(self.tokens[:length], self.candidates[:length], q)
 
 
-def select(proposal: Proposal, sampler: Sampler | None = None) -> Draft:
+def select(proposal: Proposal, sampler: Sampler | None = None, kernels: Kernels = OFF) -> Draft:
     """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
 
     Nothing is evaluated here. With a sampler the draws come from `mx.random`'s global state.
     """
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
-    M, K = candidates.shape
-    rows = mx.concatenate([first[None], transitions.reshape((M - 1) * K, K)])
-    law, noise = None, mx.zeros((M, K))
+    noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
     if sampler is not None:
-        law = sampler.draft_law(rows)
-        rows, noise = mx.log(law), mx.random.gumbel((M, K))
-    path = walk(rows[0], rows[1:].reshape(M - 1, K, K), noise)
+        if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
+            rows = mx.concatenate([first[None], transitions.reshape(-1, first.size)])
+            rows = mx.log(sampler.draft_law(rows))
+            first, transitions = rows[0], rows[1:].reshape(transitions.shape)
+        else:
+            temp = sampler.temp
+        noise = mx.random.gumbel(candidates.shape) * temp
+    path, law = walk(first, transitions, noise, 1 / temp, kernels)
     before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
-    visited = before + mx.maximum(0, 1 + K * (mx.arange(M) - 1))
     return Draft(
         mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0],
         candidates,
-        None if law is None else law[visited],
-        evidence(proposal.confidence, before, rows[visited]),
+        None if sampler is None else law,
+        evidence(proposal.confidence, before, mx.log(law)),
     )
 
 

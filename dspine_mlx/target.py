@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.transition import PACKED_BITS, Rows
 
 # Where mlx-lm's models keep the decoder stack, and what the stack calls its embedding.
 BODIES = (("model",), ("language_model", "model"), ("backbone",))
@@ -53,6 +54,20 @@ class Target:
             mode=head.mode,
         )
 
+    def head_table(self, tokens: mx.array) -> tuple[Rows, mx.array]:
+        """The LM head as a table of rows, and each token's row in it.
+
+        Rows are looked up where they are, packed or not; of packings that can't be looked up, the
+        table holds the tokens' own rows.
+        """
+        head = self.lm_head
+        if "scales" not in head:
+            return Rows(head.weight), tokens
+        if head.mode == "affine" and head.bits in PACKED_BITS:
+            return Rows(head.weight, head.scales, head.biases, head.group_size, head.bits), tokens
+        rows = self.head_rows(tokens.reshape(-1))
+        return Rows(rows), mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
+
     @contextmanager
     def taps(self, ids: tuple[int, ...]) -> Iterator[None]:
         """Within the block, layers `ids` also record their output.
@@ -82,8 +97,8 @@ class Target:
         return logits[0], features
 
     def states(self, tokens: mx.array, ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-        """Without a cache, of tokens [S, n]: the normalised last states [S, n, d], which `head` turns
-        into logits, and the features [S, n, m*d] of the taps."""
+        """Without a cache, of tokens [S, n]: the normalised last states [S, n, d], which `head`
+        turns into logits, and the features [S, n, m*d] of the taps."""
         with self.taps(ids):
             states = self.body(tokens)
         features = mx.concatenate([self._rows[id(self.layers[i])] for i in ids], axis=-1)

@@ -1,10 +1,30 @@
 """The two fused steps of an adjacent causal injection (DSpine, arXiv:2609.36173)."""
 
+from collections.abc import Callable
+
 import mlx.core as mx
+
+from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
+
+THREADS = 512  # a threadgroup; Metal may allow less than 1024 to a kernel with many registers
+MAX_SIZE = 8192
+
+
+def root_mean_square(x: mx.array) -> mx.array:
+    """sqrt(mean(x^2)) over the last axis, which is kept; in float32, rounded once."""
+    wide = x.astype(mx.float32)
+    return mx.sqrt((wide * wide).mean(axis=-1, keepdims=True)).astype(x.dtype)
+
+
+def size_limit(size: int) -> str | None:
+    """Why the kernels don't serve a hidden size, or None."""
+    if 64 <= size <= MAX_SIZE and size % 32 == 0:
+        return None
+    return f"hidden size {size} is no multiple of 32 from 64 to {MAX_SIZE}"
 
 
 def gated_message(
-    y: mx.array, products: mx.array, anchor: mx.array, bias: mx.array
+    y: mx.array, products: mx.array, anchor: mx.array, bias: mx.array, kernels: Kernels = OFF
 ) -> tuple[mx.array, mx.array]:
     """Messages of all slots from raw products, normalisation scales moved past them.
 
@@ -15,6 +35,13 @@ def gated_message(
 
     Returns the messages [M, a] and the scaled receiver terms s_t G_q y_t + b [M, a].
     """
+    message, receiver = kernels.run(GATED_MESSAGE, y, products, anchor, bias)
+    return message, receiver
+
+
+def gated_message_reference(
+    y: mx.array, products: mx.array, anchor: mx.array, bias: mx.array
+) -> Arrays:
     a = bias.shape[0]
     wide = y.astype(mx.float32)
     norm = mx.sqrt((wide * wide).sum(axis=-1, keepdims=True))
@@ -22,17 +49,82 @@ def gated_message(
     products = products * scale
     receiver = products[:, :a] + bias
     previous = mx.concatenate([anchor[None], products[:-1, a:]])
-    return mx.sigmoid(receiver + previous[:, :a]) * previous[:, a:], receiver
+    return [mx.sigmoid(receiver + previous[:, :a]) * previous[:, a:], receiver]
+
+
+def launch_gated_message(
+    function: Callable[..., Arrays],
+    y: mx.array,
+    products: mx.array,
+    anchor: mx.array,
+    bias: mx.array,
+) -> Arrays:
+    shape, threads = (y.shape[0], bias.shape[0]), 256
+    return function(
+        inputs=[y, products, anchor, bias],
+        template=[("T", y.dtype), ("TG", threads)],
+        grid=(shape[0] * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape, shape],
+        output_dtypes=[y.dtype, y.dtype],
+    )
+
+
+GATED_MESSAGE = Kernel(
+    "gated_message",
+    ["y", "products", "anchor", "bias"],
+    ["message", "receiver"],
+    gated_message_reference,
+    launch_gated_message,
+    limits=lambda *_: None,
+)
 
 
 def residual_write(
-    u: mx.array, write: mx.array, weight: mx.array, eps: float
+    block: mx.array, write: mx.array, weight: mx.array, eps: float, kernels: Kernels = OFF
 ) -> tuple[mx.array, mx.array]:
     """h = u + RMS(u) * write (no eps), and the RMSNorm of h that follows it.
 
-    u, write: [..., d]; weight [d] and eps: the next norm's. Returns h and norm(h).
+    block: [n, d], whose last M rows are the u that write [M, d] goes to, the first n - M rows stay
+    as they are; weight [d] and eps: the next norm's. Returns h and norm(h), both [n, d].
     """
-    wide = u.astype(mx.float32)
-    rms = mx.sqrt((wide * wide).mean(axis=-1, keepdims=True)).astype(u.dtype)
-    h = u + rms * write
-    return h, mx.fast.rms_norm(h, weight, eps)
+    h, normed = kernels.run(RESIDUAL_WRITE, block, write, weight, eps)
+    return h, normed
+
+
+def residual_write_reference(
+    block: mx.array, write: mx.array, weight: mx.array, eps: float
+) -> Arrays:
+    kept = block.shape[0] - write.shape[0]
+    u = block[kept:]
+    h = mx.concatenate([block[:kept], u + root_mean_square(u) * write])
+    return [h, mx.fast.rms_norm(h, weight, eps)]
+
+
+def launch_residual_write(
+    function: Callable[..., Arrays],
+    block: mx.array,
+    write: mx.array,
+    weight: mx.array,
+    eps: float,
+) -> Arrays:
+    rows, size = block.shape
+    threads = THREADS
+    return function(
+        inputs=[block, write, weight, eps],
+        template=[("T", block.dtype), ("TG", threads), ("N", -(-size // threads))],
+        grid=(rows * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[block.shape, block.shape],
+        output_dtypes=[block.dtype, block.dtype],
+    )
+
+
+RESIDUAL_WRITE = Kernel(
+    "residual_write",
+    ["block", "write", "weight", "eps"],
+    ["h", "normed"],
+    residual_write_reference,
+    launch_residual_write,
+    limits=lambda block, *_: size_limit(block.shape[-1]),
+)

@@ -1,22 +1,84 @@
 """The selection walk: left to right over the transition table."""
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
+from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
 
-def walk(first: mx.array, transitions: mx.array, noise: mx.array) -> mx.array:
+MAX_SLOTS, MAX_CANDIDATES = 31, 32
+
+
+def walk(
+    first: mx.array,
+    transitions: mx.array,
+    noise: mx.array,
+    scale: float = 1.0,
+    kernels: Kernels = OFF,
+) -> tuple[mx.array, mx.array]:
     """path[t] = argmax_j(T_t[path[t-1], j] + noise[t, j]), the first maximum winning ties.
 
-    first: [K]; transitions: [M-1, K, K]; noise: [M, K] (zeros: greedy; standard Gumbel: a sample of
-    every row's softmax); the path: [M] candidate indices. All rows move at once; the moves are then
-    composed by pointer doubling, ceil(log2(M)) steps in place of M.
+    first: [K]; transitions: [M-1, K, K]; noise: [M, K], all float32. Zero noise: the greedy path;
+    noise = standard Gumbel / scale: a sample, slot by slot, of softmax(scale * row). Returns the
+    path [M], candidate indices, and the float32 law softmax(scale * T_t[path[t-1]]) of each row
+    that was met [M, K].
     """
-    start = mx.argmax(first + noise[0])
-    if not len(transitions):
-        return start[None]
-    moves = mx.argmax(transitions + noise[1:, None, :], axis=-1)  # [M-1, K]
-    step = 1
-    while step < moves.shape[0]:
-        joined = mx.take_along_axis(moves[step:], moves[:-step], axis=-1)
-        moves = mx.concatenate([moves[:step], joined])
-        step *= 2
-    return mx.concatenate([start[None], moves[:, start]])
+    path, law = kernels.run(WALK, first, transitions, noise, scale)
+    return path, law
+
+
+def walk_reference(first: mx.array, transitions: mx.array, noise: mx.array, scale: float) -> Arrays:
+    """All rows move at once; the moves are then composed by pointer doubling, ceil(log2(M)) steps
+    in place of M."""
+    path, rows = mx.argmax(first + noise[0])[None], first[None]
+    if len(transitions):
+        moves = mx.argmax(transitions + noise[1:, None, :], axis=-1)  # [M-1, K]
+        step = 1
+        while step < moves.shape[0]:
+            joined = mx.take_along_axis(moves[step:], moves[:-step], axis=-1)
+            moves = mx.concatenate([moves[:step], joined])
+            step *= 2
+        path = mx.concatenate([path, moves[:, path[0]]])
+        met = mx.take_along_axis(transitions, path[:-1, None, None], axis=1)[:, 0]
+        rows = mx.concatenate([rows, met])
+    return [path, mx.softmax(rows * scale, axis=-1)]
+
+
+def launch_walk(
+    function: Callable[..., Arrays],
+    first: mx.array,
+    transitions: mx.array,
+    noise: mx.array,
+    scale: float,
+) -> Arrays:
+    threads = 256
+    return function(
+        inputs=[first, transitions, noise, scale],
+        template=[("TG", threads)],
+        grid=(threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[noise.shape[:1], noise.shape],
+        output_dtypes=[mx.uint32, mx.float32],
+    )
+
+
+def walk_limits(
+    first: mx.array, transitions: mx.array, noise: mx.array, scale: float
+) -> str | None:
+    M, K = noise.shape
+    if {first.dtype, transitions.dtype, noise.dtype} != {mx.float32}:
+        return "scores and noise are not all float32"
+    if 2 <= M <= MAX_SLOTS and K <= MAX_CANDIDATES:
+        return None
+    return f"{M} slots of {K} candidates; it takes 2 to {MAX_SLOTS} of up to {MAX_CANDIDATES}"
+
+
+WALK = Kernel(
+    "walk",
+    ["first", "transitions", "noise", "scale"],
+    ["path", "law"],
+    walk_reference,
+    launch_walk,
+    walk_limits,
+    strided=True,
+)

@@ -28,7 +28,7 @@ def test_walk_is_the_serial_walk(M: int, K: int, seed: int, ties: bool) -> None:
         return values.astype(np.float32)
 
     first, transitions, noise = draw(K), draw(M - 1, K, K), draw(M, K)
-    path = walk(mx.array(first), mx.array(transitions), mx.array(noise))
+    path, _ = walk(mx.array(first), mx.array(transitions), mx.array(noise))
     assert path.tolist() == serial_walk(first, transitions, noise)
 
 
@@ -118,6 +118,7 @@ def test_a_single_slot_is_drawn_from_its_first_scores() -> None:
     scores = np.array(proposal.first, np.float64)
     q = np.array(select(proposal, Sampler(temp=1)).q)
     np.testing.assert_allclose(q, [np.exp(scores) / np.exp(scores).sum()], rtol=1e-5)
+    assert (np.array(select(proposal, Sampler(temp=1, top_k=2)).q) > 0).sum() == 2
 
 
 def test_truncation_applies_to_drafts() -> None:

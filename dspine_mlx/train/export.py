@@ -72,7 +72,9 @@ def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def checkpoint_config(drafter: DFlash, loss: LossConfig, dtype: mx.Dtype) -> dict[str, Any]:
     """config.json with the keys that public checkpoints have; of ours those that say something."""
     defaults = {f.name: f.default for f in fields(drafter.config) if f.name not in STATED}
-    flat = {k: v for k, v in asdict(drafter.config).items() if k not in defaults or v != defaults[k]}
+    flat = {
+        k: v for k, v in asdict(drafter.config).items() if k not in defaults or v != defaults[k]
+    }
     method = type(drafter).__name__
     nested = {k: flat.pop(k) for k in DFLASH_KEYS}
     config: dict[str, Any] = {"architectures": [f"{method}DraftModel"], "model_type": "qwen3"}

@@ -1,0 +1,150 @@
+"""Metal kernels behind plain-MLX references: checked at first use, replaced where they fail."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dspine_mlx.errors import InputError
+
+Arrays = list[mx.array]
+
+
+def source(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.metal").read_text(encoding="ascii")
+
+
+class Kernel:
+    """One operation in two forms.
+
+    reference(*args): plain MLX operations, for any floating dtype. launcher(function, *args): one
+    launch of the kernel whose body is NAME.metal; function is what `mx.fast.metal_kernel` made.
+    limits(*args): why the kernel doesn't serve these arguments, or None. `strided` inputs are
+    handed over with their strides, so that a broadcast costs no copy.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: list[str],
+        outputs: list[str],
+        reference: Callable[..., Arrays],
+        launcher: Callable[..., Arrays],
+        limits: Callable[..., str | None],
+        strided: bool = False,
+    ):
+        self.name, self.reference, self.launcher = name, reference, launcher
+        self.limits = limits
+        self.definition: dict[str, Any] = {
+            "name": f"dspine_{name}",
+            "input_names": inputs,
+            "output_names": outputs,
+            "source": source(name),
+            "header": source("header"),
+            "ensure_row_contiguous": not strided,
+        }
+        self.function: Callable[..., Arrays] = mx.fast.metal_kernel(**self.definition)
+
+    def launch(self, *args: Any) -> Arrays:
+        return self.launcher(self.function, *args)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the first use of a kernel on some shapes and dtypes showed."""
+
+    kernel: str
+    shapes: str  # of the array arguments, with their dtypes
+    runs: bool  # the kernel; otherwise the reference takes its place
+    reason: str
+
+
+class Kernels:
+    """Whether each kernel runs, decided once per (kernel, shapes, dtypes).
+
+    mode "auto": kernels run where Metal is present, after a check at first use: the error against
+    the reference in float32 is at most twice the plain path's plus 2e-3, and nothing is NaN. A
+    kernel that fails, or that the driver refuses, is replaced by its reference; `checks` tells.
+    "off": references only.
+    """
+
+    def __init__(self, mode: str = "auto"):
+        if mode not in ("auto", "off"):
+            raise InputError(f"kernels is {mode!r}; it must be 'auto' or 'off'")
+        self.mode = mode
+        self.active = mode == "auto" and mx.metal.is_available()
+        self.checks: dict[tuple[Any, ...], Check] = {}
+
+    def run(self, kernel: Kernel, *args: Any) -> Arrays:
+        if not self.active:
+            return kernel.reference(*args)
+        key = (kernel.name, *(signature(a) for a in args))
+        if key not in self.checks:
+            self.checks[key] = check(kernel, args)
+        return kernel.launch(*args) if self.checks[key].runs else kernel.reference(*args)
+
+    def report(self) -> dict[str, Any]:
+        """For `doctor` and health pages: what runs, and why not what does not."""
+        return {
+            "mode": self.mode,
+            "active": self.active,
+            "checks": [asdict(c) for c in self.checks.values()],
+        }
+
+
+OFF = Kernels("off")
+
+
+def signature(arg: Any) -> Any:
+    """What a check depends on: shape and dtype of an array, nothing of a float, the rest itself."""
+    if isinstance(arg, mx.array):
+        return (*arg.shape, arg.dtype)
+    return None if isinstance(arg, float) else arg
+
+
+def describe(args: tuple[Any, ...]) -> str:
+    arrays = [a for a in args if isinstance(a, mx.array)]
+    return ", ".join(f"{str(a.dtype).removeprefix('mlx.core.')}{list(a.shape)}" for a in arrays)
+
+
+def check(kernel: Kernel, args: tuple[Any, ...]) -> Check:
+    """Run kernel and reference on the arguments at hand, and compare both with float32."""
+    shapes = describe(args)
+    limit = kernel.limits(*args)
+    if limit:
+        return Check(kernel.name, shapes, False, limit)
+    exact = kernel.reference(*map(widened, args))
+    plain = largest_error(kernel.reference(*args), exact)
+    try:
+        error = largest_error(kernel.launch(*args), exact)
+    except (RuntimeError, ValueError) as refusal:  # the driver's, when compiling or launching
+        return Check(kernel.name, shapes, False, f"refused: {str(refusal).splitlines()[0]}")
+    bound = 2 * plain + 2e-3
+    passed = error <= bound
+    return Check(
+        kernel.name, shapes, passed, f"error {error:.2g}, plain {plain:.2g}, allowed {bound:.2g}"
+    )
+
+
+def widened(arg: Any) -> Any:
+    if isinstance(arg, mx.array) and mx.issubdtype(arg.dtype, mx.floating):
+        return arg.astype(mx.float32)
+    return arg
+
+
+def largest_error(outputs: Arrays, exact: Arrays) -> float:
+    """The largest deviation over all outputs, relative to each one's largest value.
+
+    Infinite for NaN, and for integers that differ.
+    """
+    errors = [mx.array(0.0)]
+    for output, wanted in zip(outputs, exact, strict=True):
+        if not mx.issubdtype(wanted.dtype, mx.floating):
+            errors.append(mx.where((output == wanted).all(), 0.0, mx.inf))
+            continue
+        difference = mx.abs(output.astype(mx.float32) - wanted).max()
+        error = difference / mx.maximum(mx.abs(wanted).max(), 1e-6)
+        errors.append(mx.where(mx.isnan(error), mx.inf, error))
+    return mx.stack(errors).max().item()

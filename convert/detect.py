@@ -66,7 +66,7 @@ def detect(config: Config, names: Collection[str]) -> Layout:
     if "DSpine" in methods:
         return dspine(config, inner, holds)
     if "DSpark" in methods:
-        return dspark(inner)
+        return dspark(inner, names)
     return layouts.DFLASH_SPECULATORS if "speculators_model_type" in inner else layouts.DFLASH
 
 
@@ -154,8 +154,8 @@ def dspine(config: Config, inner: Config, holds: Mapping[str, str]) -> Layout:
     return layouts.DSPINE_SPECFORGE if inner is config else layouts.DSPINE_REFERENCE
 
 
-def dspark(config: Config) -> Layout:
+def dspark(config: Config, names: Collection[str]) -> Layout:
     if "speculators_model_type" in config:
         return layouts.DSPARK_SPECULATORS
-    nested = "dflash_config" in config
+    nested = "dflash_config" in config or any("logit_head." in name for name in names)
     return layouts.DSPARK_SPECFORGE if nested else layouts.DSPARK_DEEPSPEC

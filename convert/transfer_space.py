@@ -1,6 +1,6 @@
 """The transfer space of DSpine (arXiv:2609.36173): codes of tokens from the target's LM head.
 
-With w_v the unit-length row of token v and mu the mean row, the scatter sum_v (w_v - mu)(w_v - mu)^T
+With w_v the unit row of token v and mu their mean, the scatter sum_v (w_v - mu)(w_v - mu)^T
 has eigenvectors Q [d, r] for its r largest eigenvalues L, and
 
     c_v = (w_v - mu) Q L^-1/2, scaled to unit length

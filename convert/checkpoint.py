@@ -9,12 +9,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.config import DrafterConfig
+from dspine_mlx.config import DrafterConfig, DSpineConfig
 from dspine_mlx.convert.detect import detect
 from dspine_mlx.convert.layouts import ENDS, METHODS, Layout
 from dspine_mlx.convert.names import Problems, Sources, match, unknown
 from dspine_mlx.convert.read import Tensors, file_tensors, load_tensors, read_config, read_tensors
 from dspine_mlx.convert.shapes import match_by_shape
+from dspine_mlx.convert.transfer_space import SPACE, space_shapes
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspark import DSpark
 from dspine_mlx.errors import InputError
@@ -47,9 +48,18 @@ class Checkpoint:
             drafter.add_ends(self.sources)
         return drafter
 
-    def check(self, drafter: DFlash) -> None:
-        """Name all missing, unexpected, repeated and wrongly shaped tensors at once."""
+    def check(self, drafter: DFlash, given: Collection[str] = ()) -> None:
+        """Name all missing, unexpected, repeated and wrongly shaped tensors at once.
+
+        given: parameters that come from elsewhere.
+        """
         expected = {k: tuple(v.shape) for k, v in tree_flatten(drafter.parameters())}
+        if isinstance(self.config, DSpineConfig) and SPACE[0] in self.sources:
+            expected |= space_shapes(self.config)
+            given = [*given, CODES]
+        for path in given:
+            if path not in self.sources:
+                expected.pop(path, None)
         shapes = self.shapes
         found = {
             "missing": sorted(expected.keys() - shapes.keys()) + self.problems["missing"],

@@ -10,6 +10,7 @@ from typing import Any
 
 from dspine_mlx.config import DrafterConfig, DSparkConfig, DSpineConfig
 from dspine_mlx.convert import settings
+from dspine_mlx.convert.transfer_space import SPACE
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
@@ -121,5 +122,7 @@ DSPINE_TENCENT = Layout(
 CONVERTED = {  # what this package writes: parameter paths and config fields as they are
     "dflash": Layout("DFlash, dspine-mlx", "dflash", BACKBONE | ENDS, settings.own),
     "dspark": Layout("DSpark, dspine-mlx", "dspark", BACKBONE | ENDS | HEADS, settings.own),
-    "dspine": Layout("DSpine, dspine-mlx", "dspine", BACKBONE | INJECTION, settings.own),
+    "dspine": Layout(
+        "DSpine, dspine-mlx", "dspine", BACKBONE | INJECTION | same(*SPACE), settings.own
+    ),
 }

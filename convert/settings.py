@@ -72,10 +72,11 @@ def reference(config: Config, shapes: Shapes) -> dict[str, Any]:
 def tencent(config: Config, shapes: Shapes) -> dict[str, Any]:
     """Rank and message size are read off the tensors: no public key names them."""
     flat = nested(config, shapes)
-    if "transfer_codes.weight" in shapes:
-        flat["transfer_rank"] = shapes["transfer_codes.weight"][-1]
-    if "injection.bias" in shapes:
-        flat["message_size"] = shapes["injection.bias"][-1]
+    readout = shapes.get("injection.readouts.0.weight")
+    if readout:
+        flat["transfer_rank"] = readout[0]
+    if shapes.get("injection.bias"):
+        flat["message_size"] = shapes["injection.bias"][0]
     return flat
 
 

@@ -10,13 +10,20 @@ fast everywhere. Eigenvalues ascend, as in `numpy.linalg.eigh`.
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from dspine_mlx.config import DSpineConfig
 from dspine_mlx.errors import InputError
 from dspine_mlx.target import Target
+
+# What a converted folder holds in place of C: mu, Q L^-1/2, and a few ids with their codes.
+SPACE = tuple(f"transfer_space.{name}" for name in ("mean", "projection", "sample", "sample_codes"))
+SAMPLES = 8
+TOLERANCE = 0.01  # of a code's entries: bfloat16 rounding of unit rows stays below
 
 CHUNK = 4096  # rows of the head that are in float32 at once
 SMALLEST = 1e-10  # of the largest eigenvalue: below it a direction is noise
@@ -69,6 +76,50 @@ def transfer_space(lm_head: mx.array, rank: int, chunk: int = CHUNK) -> Transfer
     if not np.isfinite(values).all() or usable < rank:
         raise InputError(f"the LM head spans {usable} directions; rank {rank} needs as many")
     return TransferSpace(mean, positive(vectors[:, -rank:]), values[-rank:])
+
+
+def stored_space(head: mx.array, own: mx.array | None, config: DSpineConfig) -> dict[str, mx.array]:
+    """The parameters of `SPACE`, with the signs of a checkpoint's own C if it has one.
+
+    `InputError` when that C is not the head's up to signs: then only C itself will do.
+    """
+    space = transfer_space(head, config.transfer_rank)
+    codes = np.array(space.codes(head))
+    scale = space.directions / np.sqrt(space.values)
+    if own is not None:
+        stored = np.array(own.astype(mx.float32))
+        signs = np.sign((stored * codes).sum(axis=0, dtype=np.float64))
+        codes, scale = codes * signs.astype(np.float32), scale * signs
+        off = float(np.abs(codes - stored).max())
+        if off > TOLERANCE:
+            raise InputError(
+                f"the checkpoint's codes differ by {off:.2g} from those of this target's head; "
+                "keep them (without --codes-from-head)"
+            )
+    sample = np.linspace(0, len(codes) - 1, SAMPLES).astype(np.uint32)
+    values = (space.mean, scale, sample, codes[sample])
+    return {
+        name: mx.array(value if value.dtype == np.uint32 else value.astype(np.float32))
+        for name, value in zip(SPACE, values, strict=True)
+    }
+
+
+def space_shapes(config: DSpineConfig) -> dict[str, tuple[int, ...]]:
+    d, r = config.hidden_size, config.transfer_rank
+    return dict(zip(SPACE, ((d,), (d, r), (SAMPLES,), (SAMPLES, r)), strict=True))
+
+
+def rebuilt_codes(stored: Mapping[str, mx.array], target: Target) -> mx.array:
+    """C from the parameters of `SPACE` and the target's head, checked against the stored sample."""
+    mean, projection, sample, wanted = (np.array(stored[name]) for name in SPACE)
+    codes = TransferSpace(mean, projection, np.ones(projection.shape[1])).codes(head_matrix(target))
+    off = float(np.abs(np.array(codes[mx.array(sample)]) - wanted).max())
+    if not off <= TOLERANCE:
+        raise InputError(
+            f"the codes rebuilt from this target's LM head differ by {off:.2g} from the stored "
+            "sample; the drafter was converted for another target"
+        )
+    return codes
 
 
 def positive(vectors: np.ndarray) -> np.ndarray:

@@ -13,8 +13,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.config import DrafterConfig
-from dspine_mlx.convert.checkpoint import open_checkpoint
+from dspine_mlx.convert.checkpoint import CODES, open_checkpoint
 from dspine_mlx.convert.read import read_config
+from dspine_mlx.convert.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.target import Target
@@ -62,6 +63,8 @@ def load_drafter(path: str | Path, model: nn.Module, *, revision: str | None = N
     checkpoint.check(drafter)
     weights = checkpoint.arrays()
     check_finite(weights)
+    if SPACE[0] in weights:
+        weights[CODES] = rebuilt_codes({name: weights.pop(name) for name in SPACE}, target)
     drafter.load_weights(list(weights.items()))
     drafter.set_dtype(target.dtype)
     drafter.freeze()
@@ -79,7 +82,11 @@ def same_random_state() -> Iterator[None]:
     mx.random.state[0][:] = key
 
 
-def resolve(path: str | Path, revision: str | None = None) -> Path:
+def resolve(
+    path: str | Path,
+    revision: str | None = None,
+    patterns: tuple[str, ...] = ("*.json", "*.safetensors"),
+) -> Path:
     """The local folder of a model; a Hub id is downloaded first (resumed, with progress)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -89,9 +96,7 @@ def resolve(path: str | Path, revision: str | None = None) -> Path:
     if isinstance(path, Path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise InputError(f"there is no folder {path}; give a model folder or a Hub id owner/name")
     try:
-        return Path(
-            snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
-        )
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(

@@ -28,7 +28,7 @@ class Checkpoint:
     """What a folder holds, before any weight is read."""
 
     folder: Path
-    raw: dict[str, Any]  # config.json
+    raw: dict[str, Any]  # config.json, with the taps that were given
     tensors: Tensors
     layout: Layout
     method: str  # of METHODS; a DFlash with its own head runs as a DSpark of rank 0
@@ -167,7 +167,7 @@ def open_checkpoint(
             f"{drafter_config.vocab_size}"
         )
     return Checkpoint(
-        folder, raw, tensors, layout, method, drafter_config, sources, problems, notes
+        folder, dict(config), tensors, layout, method, drafter_config, sources, problems, notes
     )
 
 

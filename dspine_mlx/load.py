@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.config import DrafterConfig
-from dspine_mlx.convert.checkpoint import CODES, open_checkpoint
+from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
 from dspine_mlx.convert.read import read_config
 from dspine_mlx.convert.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.dflash import DFlash
@@ -57,6 +57,11 @@ def load_drafter(path: str | Path, model: nn.Module, *, revision: str | None = N
     """
     checkpoint, target = open_checkpoint(resolve(path, revision)), Target(model)
     check_target(checkpoint.config, target)
+    return assemble_drafter(checkpoint, target)
+
+
+def assemble_drafter(checkpoint: Checkpoint, target: Target) -> DFlash:
+    """The drafter of an opened checkpoint, with its weights, bound to a target."""
     with same_random_state():
         drafter = checkpoint.build()
     quantize_like(drafter, checkpoint.sources, checkpoint.raw)

@@ -20,9 +20,9 @@ def convert(
     hf_path: Annotated[
         str, typer.Option("--hf-path", "--model", help="Checkpoint: a folder or a Hub id.")
     ],
-    mlx_path: Annotated[
-        Path, typer.Option(help="Folder to write; it must not exist.")
-    ] = Path("mlx_drafter"),
+    mlx_path: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")] = Path(
+        "mlx_drafter"
+    ),
     quantize: Annotated[
         bool,
         typer.Option("--quantize", "-q", help="Pack the large matrices.", rich_help_panel=STORE),

@@ -1,6 +1,6 @@
 """Time and peak memory of the transfer space at the size of an 8B target, beside NumPy's plain way.
 
-    python tests/bench/transfer_space.py [--vocab 151936 --size 4096 --rank 1024]
+    python -m tests.bench.transfer_space [--vocab 151936 --size 4096 --rank 1024]
 
 Each way runs in a process of its own on the same random bfloat16 head. Memory is the peak resident
 size beyond what the process holds once the head is there.
@@ -46,11 +46,12 @@ def measure(way: str, vocab: int, size: int, rank: int) -> None:
     mx.eval(head)
     mx.clear_cache()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making the head
-    before, start = resident("VmRSS"), time.perf_counter()
+    before, start, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
     codes = {"chunked": chunked, "plain": plain}[way](head, rank)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     beyond = (resident("VmHWM") - before) / 1e9
-    figures = {"way": way, "seconds": round(seconds, 1), "beyond_head_gb": round(beyond, 2)}
+    figures = {"way": way, "seconds": round(seconds, 1)}
+    figures |= {"cpu_seconds": round(cpu, 1), "beyond_head_gb": round(beyond, 2)}
     print(json.dumps(figures | {"sample": codes[::10007, ::97].round(8).tolist()}))
 
 
@@ -65,7 +66,7 @@ def main() -> None:
         return measure(args.way, args.vocab, args.size, args.rank)
     samples = []
     for way in ("chunked", "plain"):
-        command = [sys.executable, __file__, "--way", way]
+        command = [sys.executable, "-m", "tests.bench.transfer_space", "--way", way]
         command += [f"--{k}={v}" for k, v in vars(args).items() if k != "way"]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         result = json.loads(out.splitlines()[-1])

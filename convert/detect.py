@@ -53,7 +53,7 @@ def detect(config: Config, names: Collection[str]) -> Layout:
     if OURS in config:
         return converted(config)
     says, holds = claimed(inner), evidence(names)
-    for what in (*says, *holds):
+    for what in (*says.values(), *holds):
         if what in UNSUPPORTED:
             raise InputError(f"this is a checkpoint of {what}: {UNSUPPORTED[what]}")
     methods = (set(says.values()) | set(holds)) - {"DFlash"}

@@ -1,7 +1,7 @@
 """What a checkpoint is: its layout, by its tensors and its config together."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from dspine_mlx.convert import layouts
 from dspine_mlx.convert.layouts import Layout
@@ -9,6 +9,7 @@ from dspine_mlx.convert.settings import section
 from dspine_mlx.errors import InputError
 
 Config = Mapping[str, Any]
+T = TypeVar("T")
 
 OURS = "dspine_mlx"  # the section that marks a converted folder
 SCHEMA = 1
@@ -73,17 +74,13 @@ def detect(config: Config, names: Collection[str]) -> Layout:
 def converted(config: Config) -> Layout:
     """The layout of a folder that this package wrote."""
     own = section(config, OURS)
-    schema, method = own.get("schema"), own.get("method")
+    schema = own.get("schema")
     if schema != SCHEMA:
         raise InputError(
             f"this folder has schema {schema!r}, this version reads {SCHEMA}; "
             "convert the checkpoint again"
         )
-    if method not in layouts.CONVERTED:
-        raise InputError(
-            f"this folder holds a {method!r} drafter; {', '.join(layouts.CONVERTED)} are supported"
-        )
-    return layouts.CONVERTED[method]
+    return known("dspine_mlx.method", own.get("method"), layouts.CONVERTED)
 
 
 def claimed(config: Config) -> dict[str, str]:
@@ -91,11 +88,7 @@ def claimed(config: Config) -> dict[str, str]:
     says = {}
     kind = config.get("speculators_model_type")
     if kind is not None:
-        if kind not in SPECULATORS:
-            raise InputError(
-                f"speculators_model_type is {kind!r}; {', '.join(SPECULATORS)} are known"
-            )
-        says["speculators_model_type"] = SPECULATORS[kind]
+        says["speculators_model_type"] = known("speculators_model_type", kind, SPECULATORS)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise InputError(f"architectures is {architectures!r}; it must be a list of names")
@@ -112,10 +105,14 @@ def claimed(config: Config) -> dict[str, str]:
         says["dspine_config"] = "DSpine"
     projector = dflash.get("projector_type")
     if projector is not None:
-        if projector not in PROJECTORS:
-            raise InputError(f"projector_type is {projector!r}; {', '.join(PROJECTORS)} are known")
-        says["dflash_config.projector_type"] = PROJECTORS[projector]
+        says["dflash_config.projector_type"] = known("projector_type", projector, PROJECTORS)
     return says
+
+
+def known(key: str, value: Any, table: Mapping[str, T]) -> T:
+    if not isinstance(value, str) or value not in table:
+        raise InputError(f"{key} is {value!r}; {', '.join(table)} are known")
+    return table[value]
 
 
 def evidence(names: Collection[str]) -> dict[str, str]:

@@ -214,7 +214,7 @@ def header_entry(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, 
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise InputError(f"{file}: {name} needs dtype, shape and data_offsets")
     shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(
             f"{file}: {name} is {dtype}, which can't be read here; {', '.join(DTYPES)} can"
         )

@@ -54,7 +54,7 @@ def nested(config: Config, shapes: Shapes) -> dict[str, Any]:
     sample_from_anchor says otherwise.
     """
     flat = flatten(config)
-    supported(flat)
+    supported(flat, section(config, "rope_parameters"))
     if isinstance(flat.get("sample_from_anchor"), bool):
         flat["first_slot"] = int(not flat["sample_from_anchor"])
     if flat.get("causal") is None and isinstance(flat.get("dflash_query_causal"), bool):
@@ -87,7 +87,7 @@ def speculators(config: Config, shapes: Shapes) -> dict[str, Any]:
     }
     own = {k: v for k, v in config.items() if v is not None and k != "transformer_layer_config"}
     flat = flatten({"block_size": 8} | layer | own)
-    supported(flat)
+    supported(flat, section(layer, "rope_parameters"))
     flat["target_layer_ids"] = [tap_of(i) for i in aux_ids(config)]
     flat["first_slot"] = first_slot(flat)
     flat["is_causal"], flat["causal"] = None, None
@@ -138,8 +138,12 @@ def first_slot(flat: Config) -> int:
     )
 
 
-def supported(flat: Config) -> None:
-    """Refuse what the backbone here does not compute."""
+def supported(flat: Config, rope: Config) -> None:
+    """Refuse what the backbone here does not compute; rope: the stated rope_parameters."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise InputError(
+            f"rope_parameters differ by layer type ({', '.join(rope)}); one is supported"
+        )
     act = flat.get("hidden_act", "silu")
     if act != "silu":
         raise InputError(f"hidden_act is {act!r}; this backbone computes silu")
@@ -155,7 +159,9 @@ def layer_types(flat: Config) -> list[str]:
     """Per layer; absent: windows from layer max_window_layers on if use_sliding_window is true."""
     count = flat.get("num_hidden_layers")
     types = flat.get("layer_types")
-    if types is None and isinstance(count, int):
+    if type(count) is not int:
+        return []  # the config itself says what is wrong with it
+    if types is None:
         first = flat.get("max_window_layers", FULL_WINDOW_LAYERS)
         first = first if flat.get("use_sliding_window") and isinstance(first, int) else count
         first, count = min(first, 1 << 16), min(count, 1 << 16)

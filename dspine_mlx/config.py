@@ -190,8 +190,8 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in (*NESTED, "rope_parameters", "rope_scaling"):
         if not isinstance(flat.get(name) or {}, dict):
             raise InputError(f"{name} is {flat[name]!r} in config.json; it must be an object")
-    for name in NESTED:
-        flat |= flat.pop(name, None) or {}
+        if name in NESTED:
+            flat |= flat.pop(name, None) or {}
     rope = flat.pop("rope_parameters", None)
     if rope:
         flat["rope_theta"] = rope.get("rope_theta", flat.get("rope_theta"))

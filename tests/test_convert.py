@@ -40,8 +40,15 @@ from tests.checkpoints import (
     tiny_target,
 )
 
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 128}
+SLIDING: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 128,
+}
 YARN_FACTOR = YARN | {"attention_factor": 1.7}
 WINDOWED = speculators()[0]["transformer_layer_config"] | SLIDING
 Maker = Callable[[Shape], Checkpoint]

@@ -121,7 +121,7 @@ def opened(tmp_path: Path, checkpoint: Checkpoint, **changes: Any) -> Any:
 
 def test_qwen3_defaults_are_transformers() -> None:
     defaults = Qwen3Config()
-    theirs = defaults.to_dict() | defaults.rope_parameters | {"sliding_window": 4096}
+    theirs = defaults.to_dict() | {"sliding_window": 4096, "rope_theta": defaults.default_theta}
     assert {name: theirs[name] for name in QWEN3_DEFAULTS} == QWEN3_DEFAULTS
 
 
@@ -162,7 +162,10 @@ def test_an_unknown_first_slot_is_refused(tmp_path: Path, section: dict[str, Any
 
 
 def test_causality_goes_by_precedence(tmp_path: Path) -> None:
-    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    sliding: dict[str, Any] = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+    }
     config, weights = dflash_zlab(**sliding)
 
     def causal(**changes: Any) -> list[bool]:
@@ -236,6 +239,7 @@ def test_yarn_takes_transformers_meaning_of_absent_keys(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor 0.5"),
         ({"rope_scaling": "yarn"}, "must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differ by layer type"),
         ({"dflash_config": [1]}, "must be an object"),
         ({"mask_token_id": 96, "dflash_config": {"target_layer_ids": [0, 2, 3]}}, "outside"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0; it must be from 1"),

@@ -9,8 +9,6 @@ import typer
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dspine_mlx.convert.plan import Plan
 
 STORE, SOURCE, CHECK = "Storage", "Source", "Checks"
@@ -219,36 +217,34 @@ def kind(dtype: object) -> str:
 
 
 def show(plan: "Plan", out: Path, dry_run: bool) -> None:
-    from rich.console import Console
-
-    console = Console()
     if dry_run:
-        console.print(table(plan))
+        for line in lines(plan):
+            typer.echo(line)
     for note in plan.notes:
-        console.print(f"Note: {note}", highlight=False, markup=False)
+        typer.echo(f"Note: {note}")
     done = "Would write" if dry_run else "Wrote"
-    console.print(
+    typer.echo(
         f"{done} {out}: {plan.checkpoint.layout.name}, {len(plan.items)} tensors, "
-        f"{plan.nbytes / 1e9:.2f} GB",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"{plan.nbytes / 1e6:,.1f} MB"
     )
 
 
-def table(plan: "Plan") -> "Table":
-    from rich.table import Table
-
-    rows = Table("tensor", "to", "shape", "dtype", "bytes", box=None)
+def lines(plan: "Plan") -> list[str]:
+    """The plan in columns: parameter, the tensors it comes from, shape, dtypes, bytes."""
+    rows = [("parameter", "from", "shape", "dtype", "stored", "bytes")]
     for item in plan.items:
-        to = "" if item.sources == (item.path,) else item.path
+        sources = "same" if item.sources == (item.path,) else " + ".join(item.sources)
         stored = kind(item.stored)
         if item.packing:
             stored = f"{item.packing['mode']} {item.packing['bits']} bits"
-        dtype = kind(item.dtype) if kind(item.dtype) == stored else f"{kind(item.dtype)} > {stored}"
         shape = " x ".join(map(str, item.shape))
-        rows.add_row("\n".join(item.sources), to, shape, dtype, f"{item.nbytes:,}")
-    return rows
+        rows.append((item.path, sources, shape, kind(item.dtype), stored, f"{item.nbytes:,}"))
+    order = (0, 2, 3, 4, 5, 1)  # the sources last: some are long
+    widths = [max(len(row[i]) for row in rows) for i in order[:-1]]
+    return [
+        "  ".join([*(row[i].ljust(w) for i, w in zip(order, widths, strict=False)), row[1]])
+        for row in rows
+    ]
 
 
 def run_verify(plan: "Plan", out: Path, result: dict[str, Any]) -> bool:

@@ -100,7 +100,8 @@ def checked(plan: Plan, item: Item) -> mx.array:
         return value
     if not mx.isfinite(value).all().item():
         raise InputError(f"{' + '.join(item.sources)} holds NaN or infinity; refused")
-    if not mx.isfinite(value.astype(item.stored)).all().item():
+    cast = item.stored != value.dtype
+    if cast and not mx.isfinite(value.astype(item.stored)).all().item():
         raise InputError(
             f"{' + '.join(item.sources)} overflows in {item.stored}; choose another --dtype"
         )

@@ -13,13 +13,12 @@ from typing import Any
 
 from dspine_mlx.convert.layouts import Layout
 from dspine_mlx.convert.names import unknown
+from dspine_mlx.dspine import GATES
 from dspine_mlx.errors import InputError
 
 Shape = tuple[int, ...]
 Names = dict[str, str]
-GATES = tuple(
-    f"injection.{part}.weight" for part in ("receiver_gate", "predecessor_gate", "message")
-)
+GATE_NAMES = tuple(f"injection.{part}.weight" for part in GATES)
 NUMBER = re.compile(r"\d+", re.ASCII)
 
 
@@ -63,7 +62,7 @@ def match_by_shape(
     rank, message = rank or (readout or ())[:1], (write or ())[1:]
     find("injection.bias", lambda s: s == message)
     gates = [name for name, shape in left.items() if shape == message + rank]
-    absent = [gate for gate in GATES if gate not in known]
+    absent = [gate for gate in GATE_NAMES if gate not in known]
     if len(gates) == len(absent) == 1:
         table[gates[0]] = absent[0]
     elif gates and absent:

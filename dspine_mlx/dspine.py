@@ -12,6 +12,8 @@ from dspine_mlx.config import DSpineConfig
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.metal.inject import gated_message, residual_write
 
+GATES = ("receiver_gate", "predecessor_gate", "message")  # G_q, G_p, A, as stacked in `gates`
+
 
 class Injection(nn.Module):
     """h_t = u_t + RMS(u_t) W_l (sigmoid(G_q z_t + G_p z_{t-1} + b) * A z_{t-1})

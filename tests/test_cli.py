@@ -96,7 +96,7 @@ BAD_ARGUMENTS = {
     "a drafter alone": (["-p", "a", "--draft-model", TARGET], "needs its target"),
     "a target as drafter": (
         ["-p", "a", "--model", TARGET, "--draft-model", TARGET],
-        "lacks block_size, mask_token_id, target_layer_ids",
+        "this is no drafter of a known layout",
     ),
     "long prompt": (["-p", "apple " * 600], "the model's context holds 512"),
 }

@@ -63,10 +63,10 @@ def published_shapes() -> dict[str, tuple[int, ...]]:
 
 def write_checkpoint(folder: Path) -> None:
     shapes = published_shapes()
-    index = {}
+    index: dict[str, str] = {}
     for number in (1, 2):
         file = f"model-{number:05d}-of-00002.safetensors"
-        arrays = {}
+        arrays: dict[str, mx.array] = {}
         for name in sorted(shapes)[number - 1 :: 2]:
             value = mx.random.normal(shapes[name], dtype=mx.bfloat16) * 0.02
             if name == "transfer_codes":

@@ -1,6 +1,7 @@
 """Every published layout converts, and its round equals NumPy's on the source's own tensors."""
 
 import importlib
+import inspect
 import json
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
+from mlx_lm.convert import convert as mlx_lm_convert
 
+import dspine_mlx.convert
 from dspine_mlx.convert import conversion
 from dspine_mlx.convert.checkpoint import open_checkpoint
 from dspine_mlx.convert.conversion import convert
@@ -291,6 +294,12 @@ def test_large_outputs_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 # --- what goes along ----------------------------------------------------------------------------
+
+
+def test_the_names_that_are_public() -> None:
+    assert dspine_mlx.convert.convert is convert
+    first = list(inspect.signature(convert).parameters)[:9]
+    assert set(first) <= inspect.signature(mlx_lm_convert).parameters.keys()
 
 
 def test_the_folder_says_where_it_came_from(tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def convert(
 
     if probe and target is None:
         raise InputError("--probe runs the target: name it with --target")
+    if verify and codes_from_head:
+        raise InputError("--verify needs the codes, --codes-from-head stores none; use --probe")
     with Bar(hidden=as_json or dry_run) as bar:
         plan = run(
             hf_path,

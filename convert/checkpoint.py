@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from dspine_mlx.config import DrafterConfig, DSpineConfig
 from dspine_mlx.convert.detect import detect
 from dspine_mlx.convert.layouts import ENDS, METHODS, Layout
-from dspine_mlx.convert.names import Problems, Sources, match, unknown
+from dspine_mlx.convert.names import Problems, Sources, match, published, unknown
 from dspine_mlx.convert.read import Tensors, file_tensors, load_tensors, read_config, read_tensors
 from dspine_mlx.convert.shapes import match_by_shape
 from dspine_mlx.convert.transfer_space import SPACE, space_shapes
@@ -62,7 +62,12 @@ class Checkpoint:
                 expected.pop(path, None)
         shapes = self.shapes
         found = {
-            "missing": sorted(expected.keys() - shapes.keys()) + self.problems["missing"],
+            "missing": self.problems["missing"]
+            + [
+                name
+                for path in sorted(expected.keys() - shapes.keys())
+                for name in published(self.layout, path)
+            ],
             "unexpected": self.problems["unexpected"]
             + [self.called(path) for path in sorted(shapes.keys() - expected.keys())],
             "twice": self.problems["twice"],

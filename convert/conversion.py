@@ -17,7 +17,7 @@ from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
 from dspine_mlx.convert.detect import OURS, SCHEMA
 from dspine_mlx.convert.plan import Options, Plan, make_plan
 from dspine_mlx.convert.read import read_json
-from dspine_mlx.convert.transfer_space import head_matrix, stored_space, transfer_codes
+from dspine_mlx.convert.transfer_space import SPACE, head_matrix, stored_space, transfer_codes
 from dspine_mlx.convert.write import refuse_existing, staging, write_json, write_weights
 from dspine_mlx.errors import InputError
 from dspine_mlx.target import Target
@@ -92,7 +92,9 @@ def plan_for(
 ) -> Plan:
     """The plan, with what only the target can give."""
     config = checkpoint.config
-    lacks = isinstance(config, DSpineConfig) and CODES not in checkpoint.sources
+    lacks = isinstance(config, DSpineConfig) and not {CODES, SPACE[0]} & checkpoint.sources.keys()
+    if "quantization" in checkpoint.raw:
+        raise InputError("this checkpoint is packed already; convert from what it was made from")
     if codes_from_head and not isinstance(config, DSpineConfig):
         raise InputError(f"{checkpoint.layout.name} drafters have no codes; drop --codes-from-head")
     computed: dict[str, mx.array] = {}

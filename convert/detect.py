@@ -42,7 +42,13 @@ EVIDENCE = {
     "prefix_gru.": "Domino",
 }
 SPECULATORS = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}
-PROJECTORS = {"dspark": "DSpark", "domino": "Domino", "dflash2": "DFlash2", "dflash": "DFlash"}
+PROJECTORS = {
+    "dspine": "DSpine",
+    "dspark": "DSpark",
+    "domino": "Domino",
+    "dflash2": "DFlash2",
+    "dflash": "DFlash",
+}
 
 
 def detect(config: Config, names: Collection[str]) -> Layout:

@@ -59,6 +59,14 @@ def match(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Source
     }
 
 
+def published(layout: Layout, path: str) -> list[str]:
+    """What the layout calls the tensors of a parameter."""
+    layer = next(iter(LAYER.findall(path)), "")
+    pattern = LAYER.sub(".{i}.", path)
+    found = parts_of(layout, path) or [n for n, to in layout.names.items() if to == pattern][:1]
+    return [name.replace("{i}", layer) for name in found] or [path]
+
+
 def parts_of(layout: Layout, path: str) -> list[str]:
     """The tensors, in order, that are stacked into a parameter; empty for most."""
     parts = [

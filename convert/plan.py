@@ -21,6 +21,32 @@ LARGE = re.compile(
 Packing = dict[str, Any]  # group_size, bits and mode, as mlx-lm writes them
 
 
+def packing_of(mode: Any, bits: Any, group_size: Any) -> Packing:
+    """A way of packing that MLX has; absent numbers are the mode's own."""
+    if not isinstance(mode, str) or mode not in MODES:
+        raise InputError(f"quantisation mode {mode!r} is unknown; {', '.join(MODES)} are known")
+    group, width = MODES[mode]
+    group_size, bits = group if group_size is None else group_size, width if bits is None else bits
+    whole = type(bits) is type(group_size) is int
+    if mode == "affine":
+        allowed = group_size in (32, 64, 128) and bits in (2, 3, 4, 5, 6, 8)
+    else:
+        allowed = (group_size, bits) == MODES[mode]
+    if not (whole and allowed):
+        raise InputError(
+            f"{mode} has no {bits!r} bits in groups of {group_size!r}; its defaults are {width} "
+            f"bits in groups of {group}"
+        )
+    return {"group_size": group_size, "bits": bits, "mode": mode}
+
+
+def stated_packing(block: Any) -> Packing:
+    """The packing that a config's quantization block, or a module's entry in it, states."""
+    if not isinstance(block, dict):
+        raise InputError(f"quantization is {block!r} in config.json; it must be an object")
+    return packing_of(block.get("mode", "affine"), block.get("bits"), block.get("group_size"))
+
+
 @dataclass(frozen=True)
 class Options:
     """How to store: the flags of mlx_lm.convert, and the bits of the transfer codes."""
@@ -34,28 +60,7 @@ class Options:
 
     @property
     def packing(self) -> Packing:
-        if self.q_mode not in MODES:
-            raise InputError(f"q-mode is {self.q_mode!r}; {', '.join(MODES)} are known")
-        group, bits = MODES[self.q_mode]
-        packing: Packing = {"group_size": self.q_group_size or group, "bits": self.q_bits or bits}
-        packing["mode"] = self.q_mode
-        if self.q_mode == "affine":
-            allowed = packing["group_size"] in (32, 64, 128) and packing["bits"] in (
-                2,
-                3,
-                4,
-                5,
-                6,
-                8,
-            )
-        else:
-            allowed = (packing["group_size"], packing["bits"]) == MODES[self.q_mode]
-        if not allowed:
-            raise InputError(
-                f"{self.q_mode} has no {packing['bits']} bits in groups of "
-                f"{packing['group_size']}; its defaults are {bits} and {group}"
-            )
-        return packing
+        return packing_of(self.q_mode, self.q_bits, self.q_group_size)
 
     def codes_packing(self, rank: int) -> Packing | None:
         if self.codes_bits is None:
@@ -157,12 +162,12 @@ def make_plan(
 def item_for(
     path: str, names: tuple[str, ...], shape: tuple[int, ...], dtype: mx.Dtype, options: Options
 ) -> Item:
-    packing = None
+    how = None
     if path == CODES:
-        packing = options.codes_packing(shape[-1])
+        how = options.codes_packing(shape[-1])
     elif options.quantize and LARGE.fullmatch(path):
         fits = shape[-1] % options.packing["group_size"] == 0  # as mlx-lm: others stay exact
-        packing = options.packing if fits else None
+        how = options.packing if fits else None
     floating = mx.issubdtype(dtype, mx.floating) and path not in SPACE
     stored = options.dtype if options.dtype is not None and floating else dtype
-    return Item(path, names, shape, dtype, mx.uint32 if path == "d2t" else stored, packing)
+    return Item(path, names, shape, dtype, mx.uint32 if path == "d2t" else stored, how)

@@ -208,7 +208,9 @@ def rope_scaling(flat: Config) -> dict[str, Any] | None:
 
 
 def head_settings(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """What DSpark's keys leave open and its tensors settle: rank, heads, the draft vocabulary."""
+    """What keys leave open and tensors settle: sinks, and DSpark's rank, heads and vocabulary."""
+    if flat.get("attention_sink_bias") is None:
+        flat["attention_sink_bias"] = "layers.0.self_attn.attention_sink_bias" in shapes
     w1, confidence = (
         shapes.get(f"{name}.weight") for name in ("markov_head.markov_w1", "confidence_head.proj")
     )

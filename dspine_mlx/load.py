@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.config import DrafterConfig
 from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.convert.plan import stated_packing
 from dspine_mlx.convert.read import read_config
 from dspine_mlx.convert.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.dflash import DFlash
@@ -152,20 +153,21 @@ def quantize_like(drafter: DFlash, paths: Collection[str], config: Mapping[str, 
     settings = config.get("quantization")
     if settings is None:
         return
+    default = stated_packing(settings)
 
     def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{path}.scales" not in paths:
+        if f"{path}.scales" not in paths or not isinstance(module, nn.Linear | nn.Embedding):
             return False
         own = settings.get(path)
-        return own if isinstance(own, dict) else True
+        how = stated_packing(own) if isinstance(own, dict) else default
+        if module.weight.shape[-1] % how["group_size"]:
+            raise InputError(
+                f"{path} has rows of {module.weight.shape[-1]}, which can't be packed in groups "
+                f"of {how['group_size']}"
+            )
+        return how
 
-    nn.quantize(
-        drafter,
-        group_size=settings["group_size"],
-        bits=settings["bits"],
-        mode=settings.get("mode", "affine"),
-        class_predicate=packed,
-    )
+    nn.quantize(drafter, class_predicate=packed)
 
 
 def check_finite(weights: dict[str, mx.array]) -> None:

@@ -273,6 +273,41 @@ def test_codes_alone_in_few_bits(tmp_path: Path, bits: int) -> None:
     assert 0 < found.difference < {4: 0.2, 8: 0.02}[bits] * found.scale
 
 
+def test_packed_folders_are_not_converted_again(tmp_path: Path) -> None:
+    convert(save(tmp_path / "source", *dspine_specforge(WIDE)), tmp_path / "out", quantize=True)
+    with pytest.raises(InputError, match="packed already"):
+        convert(tmp_path / "out", tmp_path / "again")
+
+
+def test_unpacked_folders_are(tmp_path: Path) -> None:
+    checkpoint = speculators(reduced=True)
+    convert(save(tmp_path / "source", *checkpoint), tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "again")
+    model, head = tiny_target()
+    drafter = load_drafter(tmp_path / "again", model)
+    assert_same_round(drafter, dspark_round, checkpoint, head, Shape())
+
+
+def test_sinks_are_read_where_there_are_any(tmp_path: Path) -> None:
+    config, weights = dspark_specforge()
+    for i in range(2):
+        weights[f"layers.{i}.self_attn.attention_sink_bias"] = np.linspace(-1, 2, 4, dtype="f4")
+    model, head = tiny_target()
+    drafter = load_drafter(save(tmp_path, config, weights), model)
+    assert_same_round(drafter, dspark_round, (config, weights), head, Shape())
+
+
+def test_biases_of_attention(tmp_path: Path) -> None:
+    config, weights = dflash_zlab(attention_bias=True)
+    rng = np.random.default_rng(0)
+    for name in [n for n in weights if n.endswith("_proj.weight") and "self_attn" in n]:
+        bias = rng.normal(size=len(weights[name])).astype(np.float32)
+        weights[name.replace("weight", "bias")] = bias
+    model, head = tiny_target()
+    drafter = load_drafter(save(tmp_path, config, weights), model)
+    assert_same_round(drafter, dflash_round, (config, weights), head, Shape())
+
+
 def test_dtype_casts_floats_only(tmp_path: Path) -> None:
     source = save(tmp_path / "source", *speculators(reduced=True))
     convert(source, tmp_path / "out", dtype="bfloat16")

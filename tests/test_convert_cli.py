@@ -154,7 +154,13 @@ def test_a_probe_of_noise_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [("--q-mode", "int3", "-q"), ("--q-bits", 7, "-q"), ("--dtype", "int8"), ("--codes-bits", "7")],
+    [
+        ("--verify", "--codes-from-head"),
+        ("--q-mode", "int3", "-q"),
+        ("--q-bits", 7, "-q"),
+        ("--dtype", "int8"),
+        ("--codes-bits", "7"),
+    ],
 )
 def test_bad_flags(tmp_path: Path, flags: tuple[object, ...]) -> None:
     source = save(tmp_path / "source", *dspine_specforge())

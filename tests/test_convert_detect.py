@@ -296,7 +296,7 @@ def test_all_wrong_tensors_are_named_at_once(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out")
     message = str(error.value)
     for part in (
-        "missing: hidden_norm.weight, injection.receiver_gate.weight",
+        "missing: injection.receiver_gate.weight, hidden_norm.weight",
         "surprise [2, 3]",
         "injection.readouts.7.weight",
         "twice: norm.weight by model.norm.weight and norm.weight",

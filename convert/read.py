@@ -56,7 +56,10 @@ Tensors = dict[str, Tensor]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `InputError` for anything else, repeated keys and NaN included."""
+    """A JSON object from a file; `InputError` for anything else, repeated keys included.
+
+    Infinity passes: configs of recurrent targets have it. What is read from it is checked later.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -66,14 +69,11 @@ def read_json(path: Path) -> dict[str, Any]:
             raise InputError(f"{path} has the key {double[0]!r} twice")
         return out
 
-    def constant(text: str) -> None:
-        raise InputError(f"{path} holds {text}, which is no JSON number")
-
     if path.stat().st_size > MAX_JSON:
         raise InputError(f"{path} has {path.stat().st_size} bytes; no config or index is that long")
     try:
         text = path.read_text(encoding="utf-8")
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        value = json.loads(text, object_pairs_hook=unique)
     except InputError:
         raise
     except (ValueError, RecursionError) as error:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from mlx.utils import tree_flatten
+
 from dspine_mlx.convert.checkpoint import Checkpoint, open_checkpoint
 from dspine_mlx.convert.detect import OURS
 from dspine_mlx.convert.write import sha256
@@ -46,17 +48,15 @@ def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
         "files": sorted({tensor.file.name for tensor in checkpoint.tensors.values()}),
         "dtypes": sorted({str(t.dtype).rpartition(".")[2] for t in checkpoint.tensors.values()}),
         "quantization": checkpoint.raw.get("quantization"),
-        "notes": list(checkpoint.notes),
+        "notes": [*checkpoint.notes, *checkpoint.raw.get(OURS, {}).get("notes", [])],
     }
     return facts | {"problems": problems(checkpoint, check_weights)}
 
 
 def parameters(checkpoint: Checkpoint) -> int:
     """Numbers of the unpacked drafter, without ids."""
-    drafter = checkpoint.build()
-    from mlx.utils import tree_flatten
-
-    return sum(v.size for name, v in tree_flatten(drafter.parameters()) if name != "d2t")
+    numbers = tree_flatten(checkpoint.build().parameters())
+    return sum(value.size for name, value in numbers if name != "d2t")
 
 
 def problems(checkpoint: Checkpoint, check_weights: bool) -> list[str]:

@@ -191,18 +191,22 @@ def rope_scaling(flat: Config) -> dict[str, Any] | None:
         for k, v in scaling.items()
         if type(v) in (int, float) and k not in ("partial_rotary_factor", "rope_theta")
     }
-    factor = numbers.get("factor")
-    if factor is None or not math.isfinite(factor) or factor < 1:
+    if numbers.get("factor", 0) < 1:
         raise InputError(
             f"rope_scaling has the factor {scaling.get('factor')!r}; it must be 1 or above"
         )
+    for name, value in numbers.items():
+        if not math.isfinite(value) or value < 0 or (value == 0 and "mscale" not in name):
+            raise InputError(f"rope_scaling has {name} {value}; it must be above 0")
     if kind == "yarn":
         if scaling.get("truncate") is False:
             raise InputError("rope_scaling has truncate false, which is not supported")
-        numbers.setdefault("original_max_position_embeddings", flat.get("max_position_embeddings"))
+        numbers.setdefault(
+            "original_max_position_embeddings", flat.get("max_position_embeddings", 32768)
+        )
         attention = numbers.pop("attention_factor", None)
-        if attention is not None and factor > 1:  # 0.1 mscale ln(factor) + 1
-            numbers["mscale"] = (attention - 1) / (0.1 * math.log(factor))
+        if attention is not None and numbers["factor"] > 1:  # 0.1 mscale ln(factor) + 1
+            numbers["mscale"] = (attention - 1) / (0.1 * math.log(numbers["factor"]))
             numbers["mscale_all_dim"] = 0
     return {"rope_type": kind} | numbers
 

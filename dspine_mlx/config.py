@@ -11,9 +11,14 @@ NESTED = ("dflash_config", "dspine_config")
 SIZE = (1, 1 << 30)
 LIMITS = dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    + ("vocab_size", "max_position_embeddings", "rope_theta", "transfer_rank", "message_size"),
+    + ("vocab_size", "max_position_embeddings", "transfer_rank", "message_size"),
     SIZE,
-) | {"num_hidden_layers": (1, 1024), "block_size": (1, 4096), "top_k": (1, 4096)}
+) | {
+    "num_hidden_layers": (1, 1024),
+    "block_size": (1, 4096),
+    "top_k": (1, 4096),
+    "rope_theta": (2, 1 << 50),
+}
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,13 @@ def test_nested_settings_win_and_the_swa_window_too(tmp_path: Path) -> None:
     assert set(read.layer_types) == {"sliding_attention"}
 
 
+def test_infinity_in_a_key_that_nobody_reads(tmp_path: Path) -> None:
+    config, weights = dspark_deepspec()
+    folder = save(tmp_path, config | {"time_step_limit": [0.0, float("inf")]}, weights)
+    assert "Infinity" in (folder / "config.json").read_text()  # as recurrent targets have it
+    assert open_checkpoint(folder).layout.name == "DSpark, DeepSpec"
+
+
 def test_copied_target_keys_are_noise(tmp_path: Path) -> None:
     plain = dspark_deepspec()
     noisy = plain[0] | {"attn_output_gate": True, "partial_rotary_factor": 0.25, "mrope": [1, 2]}
@@ -238,6 +245,9 @@ def test_yarn_takes_transformers_meaning_of_absent_keys(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"] * 2}, "each must be full_attention or sliding"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0}}, "beta_fast 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": float("1e999")}}, "factor inf"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor None"),
         ({"rope_scaling": "yarn"}, "must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differ by layer type"),
         ({"dflash_config": [1]}, "must be an object"),

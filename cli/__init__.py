@@ -8,7 +8,9 @@ import typer
 
 from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
+from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.generate import generate
+from dspine_mlx.cli.inspect import inspect
 from dspine_mlx.errors import InputError
 
 app = typer.Typer(
@@ -19,6 +21,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(convert)
+app.command()(inspect)
 app.command()(bench)
 
 

@@ -12,7 +12,7 @@ here). target: `Head(embedding [V, d], head [V, d])`. features [n, m*d].
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,11 +32,18 @@ QWEN3_DEFAULTS = {
 }
 
 
-class Head(NamedTuple):
-    """The target's embedding and LM head, both [V, d]; one array twice when they are tied."""
+class Table(Protocol):
+    """A matrix [V, d] that is read in rows: an array, or something that makes its rows."""
 
-    embedding: np.ndarray
-    head: np.ndarray
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: Any) -> np.ndarray: ...
+
+
+class Head(NamedTuple):
+    """The target's embedding and LM head, both [V, d]; one table twice when they are tied."""
+
+    embedding: Table
+    head: Table
 
 
 class Round(NamedTuple):
@@ -55,7 +62,7 @@ def flat(config: Config) -> Config:
     if "speculators_model_type" in config:
         return flat_speculators(config)
     inner = config["config"] if isinstance(config.get("config"), dict) else config
-    out = dict(inner)
+    out: Config = {"block_size": 16} | inner  # the one with "config" may leave it out
     for section in ("dflash_config", "dspine_config"):
         out.update(inner.get(section) or {})
     out["is_causal"] = inner.get("is_causal")
@@ -91,7 +98,10 @@ RENAMES = {
     "logit_head.": "",
     "codes": "transfer_codes",
 }
-TABLES = ("transfer_codes", "embed_tokens.weight", "lm_head.weight")  # large, read in a few rows
+TABLES = ("transfer_codes", "embed_tokens.weight", "lm_head.weight") + tuple(
+    f"markov_head.markov_w{i}.weight" for i in (1, 2)
+)  # large, and read in rows
+CHUNK = 8192  # rows of a table that are in float64 at once
 
 
 class Tensors(Weights):
@@ -244,9 +254,16 @@ def context_rows(w: Weights, c: Config, features: np.ndarray) -> np.ndarray:
     return rms_norm(features @ w["fc.weight"].T, w["hidden_norm.weight"], c["rms_norm_eps"])
 
 
-def embed_block(c: Config, embedding: np.ndarray, anchor: int) -> np.ndarray:
+def embed_block(c: Config, embedding: Table, anchor: int) -> np.ndarray:
     tokens = [anchor] + [c["mask_token_id"]] * (c["block_size"] - 1)
     return embedding[tokens] * c.get("input_embedding_scale", 1.0)
+
+
+def project(states: np.ndarray, table: Table) -> np.ndarray:
+    """states [M, d] times all rows of a table: [M, V]."""
+    starts = range(0, len(table), CHUNK)
+    parts = [states @ table[i : i + CHUNK].astype(np.float64).T for i in starts]
+    return np.concatenate(parts, axis=1)
 
 
 def scale_logits(c: Config, logits: np.ndarray) -> np.ndarray:
@@ -272,16 +289,8 @@ def dflash_round(
     candidates: np.ndarray | None = None,
     k: int = 16,
 ) -> Round:
-    w, c = Tensors(weights), flat(config)
-    h, ctx = embed_block(c, target.embedding, anchor), context_rows(w, c, features)
-    for layer in range(c["num_hidden_layers"]):
-        h = draft_layer(w, c, layer, h, ctx)
-    states = rms_norm(h[c.get("first_slot", 1) :], w["norm.weight"], c["rms_norm_eps"])
-    base = scale_logits(c, states @ target.head.T)
-    candidates = top(base, k) if candidates is None else candidates
-    own = np.take_along_axis(base, candidates, axis=1)
-    M, K = own.shape
-    return Round(candidates, own[0], np.broadcast_to(own[1:, None], (M - 1, K, K)), base)
+    w, c = Tensors(weights), {"first_slot": 1} | flat(config)
+    return markov_round(w, c, target, features, anchor, candidates, k)
 
 
 def dspine_round(
@@ -316,7 +325,8 @@ def dspine_round(
         z = direction(u[1:], layer)
         previous = np.concatenate([np.sqrt(r) * codes[anchor][None], z[:-1]])
         h = np.concatenate([u[:1], inject(u[1:], layer, previous)])
-    base = scale_logits(c, rms_norm(h[1:], w["norm.weight"], c["rms_norm_eps"]) @ target.head.T)
+    states = rms_norm(h[1:], w["norm.weight"], c["rms_norm_eps"])
+    base = scale_logits(c, project(states, target.head))
     candidates = top(base, k) if candidates is None else candidates
     M, K = candidates.shape
     table = np.empty((M, K, K))
@@ -330,50 +340,41 @@ def dspine_round(
 
 
 class MarkovHead:
-    """DSpark's bias of the next token given the one before, and its confidence."""
+    """DSpark's bias of the next token given those before, and its confidence."""
 
     def __init__(self, w: Weights, c: Config):
         self.w, self.kind = w, c.get("markov_head_type", "vanilla")
-        self.rank = c.get("markov_rank", 0)
+        self.rank = c.get("markov_rank") or 0
         self.with_markov = bool(c.get("confidence_head_with_markov", False)) and self.rank > 0
+        if self.rank:
+            self.w1 = w["markov_head.markov_w1.weight"]
+            self.w2 = w["markov_head.markov_w2.weight"]
 
-    def bias(self, h: np.ndarray, previous: int) -> np.ndarray:
-        """Over the draft vocabulary, for one slot's normalised state h [d]; not for kind rnn."""
-        w1, w2 = self.w["markov_head.markov_w1.weight"], self.w["markov_head.markov_w2.weight"]
-        e = w1[previous]
+    def bias(self, states: np.ndarray, previous: list[int], rows: np.ndarray) -> np.ndarray:
+        """Of some draft tokens in a path's last slot; previous[t] is the token before slot t."""
+        h, e = states[-1], self.w1[previous[-1]]
         if self.kind == "gated":
             at = "markov_head.gate_proj."
             e = sigmoid(self.w[f"{at}weight"] @ np.concatenate([h, e]) + self.w[f"{at}bias"]) * e
-        return w2 @ e
+        if self.kind == "rnn":
+            e = np.tanh(self.outputs(states, previous)[-1])
+        return self.w2[rows] @ e
 
-    def serial_bias(self, states: np.ndarray, previous: list[int]) -> np.ndarray:
-        """Kind rnn: biases [M, V] along one path, previous[t] being the token before slot t."""
-        w1, w2 = self.w["markov_head.markov_w1.weight"], self.w["markov_head.markov_w2.weight"]
+    def outputs(self, states: np.ndarray, previous: list[int]) -> list[np.ndarray]:
+        """Kind rnn: its output at every slot of the path."""
         at, s, out = "markov_head.joint_proj.", np.zeros(self.rank), []
         for h, token in zip(states, previous, strict=True):
-            x = np.concatenate([s, w1[token], h])
+            x = np.concatenate([s, self.w1[token], h])
             gate, candidate, output = np.split(self.w[f"{at}weight"] @ x + self.w[f"{at}bias"], 3)
             s = sigmoid(gate) * s + (1 - sigmoid(gate)) * np.tanh(candidate)
-            out.append(w2 @ np.tanh(output))
-        return np.stack(out)
+            out.append(output)
+        return out
 
     def confidence(self, h: np.ndarray, previous: int) -> float:
         if self.with_markov:
-            h = np.concatenate([h, self.w["markov_head.markov_w1.weight"][previous]])
+            h = np.concatenate([h, self.w1[previous]])
         at = "confidence_head.proj."
         return float(sigmoid(self.w[f"{at}weight"][0] @ h + self.w[f"{at}bias"][0]))
-
-
-def dspark_states(
-    w: Weights, c: Config, target: Head, features: np.ndarray, anchor: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Normalised states [M, d] and base logits over the *draft* vocabulary [M, Vd]."""
-    h = embed_block(c, w.get("embed_tokens.weight", target.embedding), anchor)
-    ctx = context_rows(w, c, features)
-    for layer in range(c["num_hidden_layers"]):
-        h = draft_layer(w, c, layer, h, ctx)
-    states = rms_norm(h[c.get("first_slot", 0) :], w["norm.weight"], c["rms_norm_eps"])
-    return states, scale_logits(c, states @ w.get("lm_head.weight", target.head).T)
 
 
 def dspark_round(
@@ -385,24 +386,49 @@ def dspark_round(
     candidates: np.ndarray | None = None,
     k: int = 16,
 ) -> Round:
-    """Vanilla and gated heads, or none (rank 0). Candidates are target ids by base logit."""
-    w, c = Tensors(weights), flat(config)
-    states, draft = dspark_states(w, c, target, features, anchor)
+    w, c = Tensors(weights), {"first_slot": 0} | flat(config)
+    return markov_round(w, c, target, features, anchor, candidates, k)
+
+
+def markov_round(
+    w: Weights,
+    c: Config,
+    target: Head,
+    features: np.ndarray,
+    anchor: int,
+    candidates: np.ndarray | None,
+    k: int,
+) -> Round:
+    """A block without injection, with or without a Markov head; candidates are target ids.
+
+    Kind rnn depends on the whole path: row i of slot t follows the greedy path up to slot t - 2 and
+    then candidate i.
+    """
+    h = embed_block(c, w.get("embed_tokens.weight", target.embedding), anchor)
+    ctx = context_rows(w, c, features)
+    for layer in range(c["num_hidden_layers"]):
+        h = draft_layer(w, c, layer, h, ctx)
+    states = rms_norm(h[c["first_slot"] :], w["norm.weight"], c["rms_norm_eps"])
+    draft = scale_logits(c, project(states, w.get("lm_head.weight", target.head)))
     ids = np.arange(draft.shape[1]) + w.get("d2t", 0)  # d2t holds offsets
     base = np.full((len(draft), len(target.embedding)), -np.inf)
     base[:, ids] = draft
     candidates = top(base, k) if candidates is None else candidates
+    rows = np.zeros(base.shape[1], dtype=np.int64)
+    rows[ids] = np.arange(len(ids))
+    head = MarkovHead(w, c)
     M, K = candidates.shape
     table = np.repeat(np.take_along_axis(base, candidates, axis=1)[:, None], K, axis=1)
-    head = MarkovHead(w, c)
     confidence = np.empty((M, K)) if "confidence_head.proj.weight" in w else None
+    path, greedy = [anchor], 0  # the tokens before each slot, and the row of the last one
     for t in range(M):
-        for i in range(K):
-            token = anchor if t == 0 else candidates[t - 1, i]
+        before = [anchor] * K if t == 0 else [int(token) for token in candidates[t - 1]]
+        for i, token in enumerate(before):
             if head.rank:
-                bias = np.zeros(base.shape[1])
-                bias[ids] = head.bias(states[t], token)
-                table[t, i] += bias[candidates[t]]
+                previous = [*path[:-1], token]
+                table[t, i] += head.bias(states[: t + 1], previous, rows[candidates[t]])
             if confidence is not None:
                 confidence[t, i] = head.confidence(states[t], token)
+        greedy = int(table[t, greedy].argmax())
+        path.append(int(candidates[t, greedy]))
     return Round(candidates, table[0, 0], table[1:], base, confidence)

@@ -8,6 +8,17 @@ from dspine_mlx.errors import InputError
 
 Config = TypeVar("Config", bound="DrafterConfig")
 NESTED = ("dflash_config", "dspine_config")
+SIZE = (1, 1 << 30)
+LIMITS = dict.fromkeys(
+    ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    + ("vocab_size", "max_position_embeddings", "transfer_rank", "message_size"),
+    SIZE,
+) | {
+    "num_hidden_layers": (1, 1024),
+    "block_size": (1, 4096),
+    "top_k": (1, 4096),
+    "rope_theta": (2, 1 << 50),
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,10 @@ class DrafterConfig:
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            low, high = LIMITS.get(name, (0, SIZE[1]))
+            if isinstance(value, int | float) and not low <= value <= high:
+                raise InputError(f"{name} is {value}; it must be from {low} to {high}")
         if self.block_size - self.first_slot < 1:
             raise InputError(
                 f"block_size {self.block_size} leaves no slot to propose from; it must be at least "
@@ -177,8 +192,11 @@ class DSparkConfig(DrafterConfig):
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """One level of keys: nested sections win, rope_parameters over rope_scaling and rope_theta."""
     flat = dict(config)
-    for section in NESTED:
-        flat |= flat.pop(section, None) or {}
+    for name in (*NESTED, "rope_parameters", "rope_scaling"):
+        if not isinstance(flat.get(name) or {}, dict):
+            raise InputError(f"{name} is {flat[name]!r} in config.json; it must be an object")
+        if name in NESTED:
+            flat |= flat.pop(name, None) or {}
     rope = flat.pop("rope_parameters", None)
     if rope:
         flat["rope_theta"] = rope.get("rope_theta", flat.get("rope_theta"))
@@ -188,10 +206,12 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
         flat["rope_scaling"] = None
     if flat.get("swa_window_size"):
         flat["sliding_window"] = flat["swa_window_size"]
-    if flat.get("use_swa") and not flat.get("layer_types"):
-        flat["layer_types"] = ["sliding_attention"] * int(flat.get("num_hidden_layers") or 0)
-    if flat.get("head_dim") is None and flat.get("hidden_size") and flat.get("num_attention_heads"):
-        flat["head_dim"] = flat["hidden_size"] // flat["num_attention_heads"]
+    layers, size = flat.get("num_hidden_layers"), flat.get("hidden_size")
+    heads = flat.get("num_attention_heads")
+    if flat.get("use_swa") and not flat.get("layer_types") and type(layers) is int:
+        flat["layer_types"] = ["sliding_attention"] * min(layers, LIMITS["num_hidden_layers"][1])
+    if flat.get("head_dim") is None and type(size) is type(heads) is int and heads > 0:
+        flat["head_dim"] = size // heads
     return flat
 
 

@@ -137,18 +137,6 @@ class DFlash(nn.Module):
         self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """A checkpoint's tensors under this module's names, as mlx-lm's models do it."""
-        renames = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-        out = {}
-        for name, value in weights.items():
-            name = name.removeprefix("model.")
-            for old, new in renames.items():
-                name = name.replace(old, new)
-            if not name.startswith("mask_embedding"):  # present in some checkpoints, used by none
-                out[name] = value
-        return out
-
     def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
         """Use the target's embedding and head; they stay out of this module's parameters.
 

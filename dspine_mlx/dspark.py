@@ -5,6 +5,7 @@ proposals. Slot t scores token v after token u as U_t(v) + B_t(u, v), of which o
 candidates of both slots are kept, so the proposal is a K x K table as in DSpine.
 """
 
+from collections.abc import Collection
 from copy import copy
 
 import mlx.core as mx
@@ -124,29 +125,23 @@ class DSpark(DFlash):
             self.d2t = mx.arange(config.num_draft_tokens, dtype=mx.uint32)  # absolute target ids
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
-    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Takes the checkpoint's own embed_tokens and lm_head; d2t must hold absolute ids."""
-        weights = {
-            name.removeprefix("logit_head."): value  # older saves nest the heads
-            for name, value in super().sanitize(weights).items()
-            if name != "t2d"
-        }
+    def add_ends(self, paths: Collection[str]) -> None:
+        """Make room for a checkpoint's own embedding and head, where its parameters name them."""
         config = self.config
-        if "embed_tokens.weight" in weights:
+        if "embed_tokens.weight" in paths:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if "lm_head.weight" in weights:
+        if "lm_head.weight" in paths:
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
-        if "d2t" in weights:
-            ids = weights["d2t"] = weights["d2t"].astype(mx.uint32)
-            if not mx.all(ids[1:] > ids[:-1]).item() or ids[-1].item() >= config.vocab_size:
-                raise InputError(
-                    "d2t does not hold ascending ids of the target's vocabulary; if it holds "
-                    "offsets, add each one's index (dspine-mlx convert does)"
-                )
-        return weights
 
     def bind(self, target: Target, kernels: Kernels = OFF) -> "DSpark":
         """Use the target's embedding and head, except where the checkpoint has ones that differ."""
+        if "d2t" in self:
+            ids = self.d2t
+            if not mx.all(ids[1:] > ids[:-1]).item() or ids[-1].item() >= self.config.vocab_size:
+                raise InputError(
+                    "d2t does not hold ascending ids of the target's vocabulary; only speculators' "
+                    "checkpoints hold offsets"
+                )
         ends = copy(target)
         if "embed_tokens" in self:
             if equal(self.embed_tokens, target.embed):

@@ -10,7 +10,6 @@ from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.config import DSpineConfig
 from dspine_mlx.dflash import DFlash, Proposal
-from dspine_mlx.errors import InputError
 from dspine_mlx.metal.inject import gated_message, residual_write
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.transition import candidate_messages, transition_scores
@@ -47,18 +46,6 @@ class DSpine(DFlash):
         super().__init__(config)
         self.injection = Injection(config)
         self.transfer_codes = nn.Embedding(config.vocab_size, config.transfer_rank)
-
-    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Stacks the three gate matrices; `transfer_ready` must be true."""
-        weights = super().sanitize(weights)
-        if not weights.pop("transfer_ready", mx.array(True)).item():
-            raise InputError("transfer_ready is false: this checkpoint was saved before its codes")
-        if "transfer_codes" in weights:
-            weights["transfer_codes.weight"] = weights.pop("transfer_codes")
-        parts = [f"injection.{name}.weight" for name in GATES]
-        if all(part in weights for part in parts):
-            weights["injection.gates.weight"] = mx.concatenate([weights.pop(p) for p in parts])
-        return weights
 
     def next_norm(self, layer: int) -> nn.RMSNorm:
         """The norm that reads what layer writes."""

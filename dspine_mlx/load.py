@@ -1,7 +1,6 @@
 """Loading: a folder or Hub id to target, tokenizer and drafter."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,21 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from dspine_mlx.config import DrafterConfig, DSparkConfig, DSpineConfig
+from dspine_mlx.config import DrafterConfig
+from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.convert.plan import stated_packing
+from dspine_mlx.convert.read import read_config
+from dspine_mlx.convert.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.dflash import DFlash
-from dspine_mlx.dspark import DSpark
-from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
-from dspine_mlx.metal.kernel import Kernels
+from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target import Target
 
 DRAFTER_FILES = ("*.json", "*.safetensors")
 DEMO = Path(__file__).parent / "demo"
-METHODS: dict[str, tuple[type[DFlash], type[DrafterConfig]]] = {
-    "dflash": (DFlash, DrafterConfig),
-    "dspark": (DSpark, DSparkConfig),
-    "dspine": (DSpine, DSpineConfig),
-}
 
 
 def load(
@@ -71,30 +66,36 @@ def load_drafter(
 ) -> DFlash:
     """A drafter from a folder or the Hub, bound to the target's embedding and head.
 
-    kernels: "auto" runs the package's Metal kernels where there is Metal and they pass their check
-    at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
-
+    The folder may be a checkpoint as published, or one that `dspine_mlx.convert` has written.
     Its weights are cast to the target's activation dtype. Everything that does not fit is named in
     one `InputError` before any forward runs.
+
+    kernels: "auto" runs the package's Metal kernels where there is Metal and they pass their check
+    at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
     """
     chosen = Kernels(kernels)
-    folder = resolve(path, revision)
-    config, weights = read_config(folder), read_weights(folder)
-    drafter_class, config_class = METHODS[identify(config, weights)]
-    target = Target(model)
+    checkpoint, target = open_checkpoint(resolve(path, revision)), Target(model)
+    check_target(checkpoint.config, target)
+    return assemble_drafter(checkpoint, target, chosen)
+
+
+def assemble_drafter(checkpoint: Checkpoint, target: Target, kernels: Kernels = OFF) -> DFlash:
+    """The drafter of an opened checkpoint, with its weights, bound to a target."""
     with same_random_state():
-        drafter = drafter_class(config_class.from_dict(config))
-    check_target(drafter.config, target)
-    weights = drafter.sanitize(weights)
-    quantize_like(drafter, weights, config)
-    check_weights(drafter, weights)
+        drafter = checkpoint.build()
+    quantize_like(drafter, checkpoint.sources, checkpoint.raw)
+    checkpoint.check(drafter)
+    weights = checkpoint.arrays()
+    check_finite(weights)
+    if SPACE[0] in weights:
+        weights[CODES] = rebuilt_codes({name: weights.pop(name) for name in SPACE}, target)
     drafter.load_weights(list(weights.items()))
     drafter.set_dtype(target.dtype)
     drafter.freeze()
     mx.eval(
         [value for m in drafter.modules() for value in m.values() if isinstance(value, mx.array)]
     )
-    return drafter.bind(target, chosen)
+    return drafter.bind(target, kernels)
 
 
 @contextmanager
@@ -125,19 +126,6 @@ def resolve(
         ) from error
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise InputError(f"{folder} has no config.json; give the folder of a model or drafter")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path} holds a {type(config).__name__}; it must be a JSON object")
-    return config
-
-
 def check_context(config: dict[str, Any], prompt_tokens: int) -> None:
     """Refuse a prompt that leaves no room in the target's context."""
     text_config = config.get("text_config") or {}
@@ -147,44 +135,6 @@ def check_context(config: dict[str, Any], prompt_tokens: int) -> None:
             f"the prompt has {prompt_tokens} tokens; the model's context holds {context}, "
             "the answer included"
         )
-
-
-def read_weights(folder: Path) -> dict[str, mx.array]:
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise InputError(f"{folder} has no model*.safetensors; drafters are read from safetensors")
-    weights: dict[str, mx.array] = {}
-    for file in files:
-        try:
-            weights.update(mx.load(str(file)))
-        except RuntimeError as error:
-            raise InputError(f"{file} can't be read, it may be truncated: {error}") from error
-    return weights
-
-
-def identify(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
-    """The drafting method of a checkpoint, by its tensors and not only by its config."""
-    injected = any("injection." in name for name in weights)
-    bridge = "selected_prefix_code_bridge" in (config.get("dflash_config") or {})
-    other = {
-        "candidate_selector.": "DFlash2",
-        "prefix_gru.": "Domino",
-    }
-    for part, method in other.items():
-        if any(part in name for name in weights):
-            raise InputError(f"this is a {method} checkpoint, which is not supported yet")
-    if bridge and not injected:
-        raise InputError(
-            "this is a DSpine checkpoint whose tensor names are not known here "
-            f"({', '.join(sorted(weights)[:8])} ...); convert it with a table of names"
-        )
-    if injected:
-        return "dspine"
-    if config.get("dspine_config"):
-        raise InputError("config.json says DSpine but there are no injection.* tensors")
-    heads = any(part in name for part in ("markov_head.", "confidence_head.") for name in weights)
-    named = any("DSpark" in name for name in config.get("architectures") or [])
-    return "dspark" if heads or named else "dflash"
 
 
 def check_target(config: DrafterConfig, target: Target) -> None:
@@ -214,44 +164,31 @@ def check_target(config: DrafterConfig, target: Target) -> None:
         raise InputError(f"this drafter does not fit this target: {'; '.join(problems)}")
 
 
-def quantize_like(drafter: DFlash, weights: dict[str, mx.array], config: dict[str, Any]) -> None:
+def quantize_like(drafter: DFlash, paths: Collection[str], config: Mapping[str, Any]) -> None:
     """Turn the modules that the checkpoint holds packed into quantised ones."""
     settings = config.get("quantization")
     if settings is None:
         return
+    default = stated_packing(settings)
 
     def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{path}.scales" not in weights:
+        if f"{path}.scales" not in paths or not isinstance(module, nn.Linear | nn.Embedding):
             return False
         own = settings.get(path)
-        return own if isinstance(own, dict) else True
+        how = stated_packing(own) if isinstance(own, dict) else default
+        if module.weight.shape[-1] % how["group_size"]:
+            raise InputError(
+                f"{path} has rows of {module.weight.shape[-1]}, which can't be packed in groups "
+                f"of {how['group_size']}"
+            )
+        return how
 
-    nn.quantize(
-        drafter,
-        group_size=settings["group_size"],
-        bits=settings["bits"],
-        mode=settings.get("mode", "affine"),
-        class_predicate=packed,
-    )
+    nn.quantize(drafter, class_predicate=packed)
 
 
-def check_weights(drafter: DFlash, weights: dict[str, mx.array]) -> None:
-    """Name all missing, unexpected, wrongly shaped and non-finite tensors at once."""
-    expected = dict(tree_flatten(drafter.parameters()))
-    shared = sorted(expected.keys() & weights.keys())
-    shapes = [
-        f"{name} is {list(weights[name].shape)}, not {list(expected[name].shape)}"
-        for name in shared
-        if weights[name].shape != expected[name].shape
-    ]
-    floats = [n for n in shared if mx.issubdtype(weights[n].dtype, mx.floating)]
-    finite = mx.stack([mx.isfinite(weights[n]).all() for n in floats]).tolist() if floats else []
-    found = {
-        "missing": sorted(expected.keys() - weights.keys()),
-        "unexpected": sorted(weights.keys() - expected.keys()),
-        "wrong shape": shapes,
-        "not finite": [n for n, ok in zip(floats, finite, strict=True) if not ok],
-    }
-    if any(found.values()):
-        listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
-        raise InputError(f"the drafter's tensors are not a {type(drafter).__name__}'s: {listed}")
+def check_finite(weights: dict[str, mx.array]) -> None:
+    floats = [name for name, value in weights.items() if mx.issubdtype(value.dtype, mx.floating)]
+    finite = mx.stack([mx.isfinite(weights[name]).all() for name in floats]).tolist()
+    wrong = [name for name, ok in zip(floats, finite, strict=True) if not ok]
+    if wrong:
+        raise InputError(f"the drafter's weights are not finite: {', '.join(wrong)}")

@@ -100,7 +100,7 @@ BAD_ARGUMENTS = {
     "a drafter alone": (["-p", "a", "--draft-model", TARGET], "needs its target"),
     "a target as drafter": (
         ["-p", "a", "--model", TARGET, "--draft-model", TARGET],
-        "lacks block_size, mask_token_id, target_layer_ids",
+        "this is no drafter of a known layout",
     ),
     "size of chunks": (["-p", "a", "--prefill-step-size", "0"], "prefill_step_size is 0"),
     "size of the cache": (["-p", "a", "--max-kv-size", "3"], "max_kv_size is 3; it must be"),

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from dspine_mlx.config import DrafterConfig, DSpineConfig
+from dspine_mlx.convert import layouts
+from dspine_mlx.convert.checkpoint import parameters
 from dspine_mlx.convert.numpy_round import Head, Round, dflash_round, dspine_round
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.dspine import DSpine
@@ -31,10 +33,10 @@ def build(checkpoint: Checkpoint, shape: Shape) -> tuple[DFlash, Head]:
     model, head = tiny_target(shape)
     drafter: DFlash
     if "dspine_config" in config:
-        drafter = DSpine(DSpineConfig.from_dict(config))
+        drafter, layout = DSpine(DSpineConfig.from_dict(config)), layouts.DSPINE_SPECFORGE
     else:
-        drafter = DFlash(DrafterConfig.from_dict(config))
-    arrays = drafter.sanitize({name: mx.array(value) for name, value in weights.items()})
+        drafter, layout = DFlash(DrafterConfig.from_dict(config)), layouts.DFLASH
+    arrays = parameters(layout, {name: mx.array(value) for name, value in weights.items()})
     drafter.load_weights(list(arrays.items()))
     return drafter.bind(Target(model)), head
 

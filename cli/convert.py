@@ -1,0 +1,285 @@
+"""dspine-mlx convert: a published drafter checkpoint to an MLX folder."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dspine_mlx.errors import InputError
+
+if TYPE_CHECKING:
+    from dspine_mlx.convert.plan import Plan
+
+STORE, SOURCE, CHECK = "Storage", "Source", "Checks"
+
+
+def convert(
+    hf_path: Annotated[
+        str, typer.Option("--hf-path", "--model", help="Checkpoint: a folder or a Hub id.")
+    ],
+    mlx_path: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")] = Path(
+        "mlx_drafter"
+    ),
+    quantize: Annotated[
+        bool,
+        typer.Option("--quantize", "-q", help="Pack the large matrices.", rich_help_panel=STORE),
+    ] = False,
+    q_group_size: Annotated[
+        int | None, typer.Option(help="Group size.", rich_help_panel=STORE)
+    ] = None,
+    q_bits: Annotated[
+        int | None, typer.Option(help="Bits per weight.", rich_help_panel=STORE)
+    ] = None,
+    q_mode: Annotated[
+        str, typer.Option(help="affine, mxfp4, nvfp4 or mxfp8.", rich_help_panel=STORE)
+    ] = "affine",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float16, bfloat16 or float32 for what is not packed; default: as it comes.",
+            rich_help_panel=STORE,
+        ),
+    ] = None,
+    codes_bits: Annotated[
+        str | None,
+        typer.Option(
+            help="8, 4 or none for DSpine's codes; default: 8 with -q, else none.",
+            rich_help_panel=STORE,
+        ),
+    ] = None,
+    codes_from_head: Annotated[
+        bool,
+        typer.Option(
+            "--codes-from-head",
+            help="Store a projection in place of the codes, which are then rebuilt from the "
+            "target's unquantised LM head when loading.",
+            rich_help_panel=STORE,
+        ),
+    ] = False,
+    upload_repo: Annotated[
+        str | None, typer.Option(help="Hub repository to upload to.", rich_help_panel=STORE)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Revision on the Hub.", rich_help_panel=SOURCE)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Target model: checks shapes, leaves out an embedding and head equal to its own, "
+            "and gives the codes where the checkpoint has none.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = None,
+    codes: Annotated[
+        Path | None,
+        typer.Option(help="File with DSpine's codes, if apart.", rich_help_panel=SOURCE),
+    ] = None,
+    dequantize_head: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize-head",
+            help="Compute codes even from a quantised target's head.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = False,
+    rename: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON table of tensor names, for names not known yet.", rich_help_panel=SOURCE
+        ),
+    ] = None,
+    target_layer_ids: Annotated[
+        str | None,
+        typer.Option(
+            help="Target layers the drafter reads, such as 1,9,17; only where config.json has "
+            "none.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the plan, write nothing.", rich_help_panel=CHECK),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compare a round of the result with a NumPy evaluation of the source.",
+            rich_help_panel=CHECK,
+        ),
+    ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Run a known text through --target and the result; a misread checkpoint shows.",
+            rich_help_panel=CHECK,
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object only.", rich_help_panel=CHECK)
+    ] = False,
+) -> None:
+    """Convert a DSpine, DSpark or DFlash checkpoint to an MLX folder."""
+    from dspine_mlx.convert.conversion import convert as run
+    from dspine_mlx.convert.conversion import upload
+
+    if probe and target is None:
+        raise InputError("--probe runs the target: name it with --target")
+    if verify and codes_from_head:
+        raise InputError("--verify needs the codes, --codes-from-head stores none; use --probe")
+    with Bar(hidden=as_json or dry_run) as bar:
+        plan = run(
+            hf_path,
+            mlx_path,
+            quantize,
+            q_group_size,
+            q_bits,
+            q_mode,
+            dtype,
+            revision=revision,
+            target=target,
+            codes=codes,
+            codes_bits=codes_bits,
+            codes_from_head=codes_from_head,
+            dequantize_head=dequantize_head,
+            rename=rename,
+            target_layer_ids=None if target_layer_ids is None else parse_ids(target_layer_ids),
+            dry_run=dry_run,
+            progress=bar.update,
+        )
+    result = summary(plan, mlx_path, dry_run)
+    if not as_json:
+        show(plan, mlx_path, dry_run)
+    good = True
+    if verify and not dry_run:
+        good &= run_verify(plan, mlx_path, result)
+    if probe and target is not None and not dry_run:
+        good &= run_probe(mlx_path, target, result)
+    if upload_repo and good and not dry_run:
+        upload(mlx_path, upload_repo)
+    if as_json:
+        typer.echo(json.dumps(result))
+    if not good:
+        raise typer.Exit(1)
+
+
+class Bar:
+    """A progress bar of bytes on standard error."""
+
+    def __init__(self, hidden: bool):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self.progress = Progress(console=Console(stderr=True), disable=hidden)
+        self.task = self.progress.add_task("Converting", total=None)
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def update(self, done: int, total: int) -> None:
+        self.progress.update(self.task, completed=done, total=total)
+
+
+def parse_ids(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise InputError(f"--target-layer-ids is {text!r}; it must be numbers, as in 1,9,17")
+    return [int(part) for part in parts]
+
+
+def summary(plan: "Plan", out: Path, dry_run: bool) -> dict[str, Any]:
+    return {
+        "mlx_path": None if dry_run else str(out),
+        "method": plan.checkpoint.method,
+        "layout": plan.checkpoint.layout.name,
+        "tensors": [
+            {
+                "name": item.path,
+                "from": list(item.sources),
+                "shape": list(item.shape),
+                "dtype": kind(item.dtype),
+                "stored": kind(item.stored) if item.packing is None else item.packing,
+                "bytes": item.nbytes,
+            }
+            for item in plan.items
+        ],
+        "bytes": plan.nbytes,
+        "notes": list(plan.notes),
+    }
+
+
+def kind(dtype: object) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def show(plan: "Plan", out: Path, dry_run: bool) -> None:
+    if dry_run:
+        for line in lines(plan):
+            typer.echo(line)
+    for note in plan.notes:
+        typer.echo(f"Note: {note}")
+    done = "Would write" if dry_run else "Wrote"
+    typer.echo(
+        f"{done} {out}: {plan.checkpoint.layout.name}, {len(plan.items)} tensors, "
+        f"{plan.nbytes / 1e6:,.1f} MB"
+    )
+
+
+def lines(plan: "Plan") -> list[str]:
+    """The plan in columns: parameter, the tensors it comes from, shape, dtypes, bytes."""
+    rows = [("parameter", "from", "shape", "dtype", "stored", "bytes")]
+    for item in plan.items:
+        sources = "same" if item.sources == (item.path,) else " + ".join(item.sources)
+        stored = kind(item.stored)
+        if item.packing:
+            stored = f"{item.packing['mode']} {item.packing['bits']} bits"
+        shape = " x ".join(map(str, item.shape))
+        rows.append((item.path, sources, shape, kind(item.dtype), stored, f"{item.nbytes:,}"))
+    order = (0, 2, 3, 4, 5, 1)  # the sources last: some are long
+    widths = [max(len(row[i]) for row in rows) for i in order[:-1]]
+    return [
+        "  ".join([*(row[i].ljust(w) for i, w in zip(order, widths, strict=False)), row[1]])
+        for row in rows
+    ]
+
+
+def run_verify(plan: "Plan", out: Path, result: dict[str, Any]) -> bool:
+    from dspine_mlx.convert.verify import verify
+
+    found = verify(plan.checkpoint, out)
+    result["verify"] = found._asdict() | {"passed": found.passed}
+    why = "rounding only" if found.exact else "what packing and casting cost"
+    typer.echo(
+        f"Verify: one round differs from the source's by at most {found.difference:.2g}, of scores "
+        f"up to {found.scale:.3g} ({why if found.passed else 'too much: the result is wrong'})",
+        err=True,
+    )
+    return found.passed
+
+
+def run_probe(out: Path, target: str, result: dict[str, Any]) -> bool:
+    from dspine_mlx.convert.probe import probe
+
+    found = probe(out, target)
+    result["probe"] = {
+        "acceptance_length": found.acceptance_length,
+        "rounds": found.rounds,
+        "misread": found.misread,
+    }
+    verdict = (
+        "; next to nothing is accepted: the checkpoint is read wrongly or was trained for another "
+        "target"
+        if found.misread
+        else ""
+    )
+    typer.echo(
+        f"Probe: {found.acceptance_length:.2f} tokens a round over {found.rounds} rounds{verdict}",
+        err=True,
+    )
+    return not found.misread

@@ -1,0 +1,314 @@
+"""Reading checkpoint folders that nobody vouches for.
+
+A safetensors header is checked against its file before MLX opens it, an index can only name files
+of its own folder, and pickles are opened by torch's weights-only loader or not at all.
+"""
+
+import json
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dspine_mlx.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+MAX_JSON = 64 << 20  # bytes; the largest public index is below 10 MiB
+MAX_HEADER = 64 << 20
+MAX_RANK = 8
+DTYPES = {  # safetensors name -> bytes and the MLX dtype
+    "BOOL": (1, mx.bool_),
+    "U8": (1, mx.uint8),
+    "I8": (1, mx.int8),
+    "U16": (2, mx.uint16),
+    "I16": (2, mx.int16),
+    "F16": (2, mx.float16),
+    "BF16": (2, mx.bfloat16),
+    "U32": (4, mx.uint32),
+    "I32": (4, mx.int32),
+    "F32": (4, mx.float32),
+    "I64": (8, mx.int64),
+    "U64": (8, mx.uint64),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that is still in its file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    key: str  # its name in the file
+
+    @property
+    def nbytes(self) -> int:
+        size = self.dtype.size
+        for n in self.shape:
+            size *= n
+        return size
+
+
+Tensors = dict[str, Tensor]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; `InputError` for anything else, repeated keys included.
+
+    Infinity passes: configs of recurrent targets have it. What is read from it is checked later.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            names = [name for name, _ in pairs]
+            double = sorted({name for name in names if names.count(name) > 1})
+            raise InputError(f"{path} has the key {double[0]!r} twice")
+        return out
+
+    if path.stat().st_size > MAX_JSON:
+        raise InputError(f"{path} has {path.stat().st_size} bytes; no config or index is that long")
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, object_pairs_hook=unique)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{folder} has no config.json; give the folder of a model or drafter")
+    return read_json(path)
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Every tensor of a folder by name: shards of an index, model*.safetensors, the only
+    *.safetensors, or torch files."""
+    tensors: Tensors = {}
+    for file in weight_files(folder):
+        for name, tensor in file_tensors(file).items():
+            if name in tensors:
+                other = tensors[name].file.name
+                raise InputError(f"{folder} has {name} twice, in {other} and {file.name}")
+            tensors[name] = tensor
+    check_index(folder, tensors)
+    return tensors
+
+
+def file_tensors(file: Path) -> Tensors:
+    if file.suffix == ".safetensors":
+        return read_header(file)
+    return torch_tensors(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(weight_map(index).values()))
+        return [inside(folder, name) for name in names]
+    found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if not found:
+        found = [f for p in ("*.bin", "*.pt", "*.pth") for f in sorted(folder.glob(p))]
+    if not found and any(folder.glob("*.gguf")):
+        raise InputError(
+            f"{folder} holds GGUF, whose drafter names and configs follow no published layout; "
+            "convert from the safetensors checkpoint it was made from"
+        )
+    if not found:
+        raise InputError(f"{folder} has no model*.safetensors; give the folder of a checkpoint")
+    return [inside(folder, file.name) for file in found]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise InputError(f"{index} has no weight_map; it must map tensor names to files")
+    for tensor, file in names.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file, re.ASCII):
+            raise InputError(
+                f"{index} places {tensor} in {file!r}; it must be a safetensors file of that folder"
+            )
+    return names
+
+
+def check_index(folder: Path, tensors: Tensors) -> None:
+    index = folder / INDEX
+    if not index.is_file():
+        return
+    wrong = [
+        f"{name} in {file}"
+        for name, file in weight_map(index).items()
+        if name not in tensors or tensors[name].file.name != file
+    ]
+    if wrong:
+        raise InputError(f"{index} promises tensors that are not there: {', '.join(wrong[:8])}")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of a folder, refused when a link leads out of it.
+
+    The Hub's cache links snapshots/REVISION/FILE to blobs/ beside snapshots/, which is allowed.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise InputError(f"{path} is missing; the download or copy is incomplete")
+    homes = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        homes.append((folder.parent.parent / "blobs").resolve())
+    real = path.resolve()
+    if not any(real.is_relative_to(home) for home in homes):
+        raise InputError(f"{path} links to {real}, outside its folder")
+    return path
+
+
+def read_header(file: Path) -> Tensors:
+    """A safetensors file's tensors, after checking that its header describes exactly its bytes."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(size - 8, MAX_HEADER):
+            raise InputError(
+                f"{file} has {size} bytes and announces a header of {length}; it is truncated or "
+                "no safetensors file"
+            )
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} has a header that is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise InputError(f"{file} has a header that is no JSON object")
+    header.pop("__metadata__", None)
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        tensors[name], span = header_entry(file, name, entry)
+        spans.append((*span, name))
+    end = 0
+    for begin, stop, name in sorted(spans):
+        if begin != end:
+            raise InputError(
+                f"{file}: {name} starts at byte {begin}, the tensor before it ends at {end}; "
+                "tensors must neither overlap nor leave gaps"
+            )
+        end = stop
+    if end != size - 8 - length:
+        raise InputError(
+            f"{file}: its header describes {end} bytes of data, the file holds "
+            f"{size - 8 - length}; it may be truncated"
+        )
+    return tensors
+
+
+def header_entry(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, int]]:
+    """One tensor of a header, and its first and last-plus-one byte."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise InputError(f"{file}: {name} needs dtype, shape and data_offsets")
+    shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InputError(
+            f"{file}: {name} is {dtype}, which can't be read here; {', '.join(DTYPES)} can"
+        )
+    counts = isinstance(shape, list) and len(shape) <= MAX_RANK
+    if not counts or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
+        raise InputError(f"{file}: {name} has the shape {shape!r}; it must be a list of sizes")
+    whole = isinstance(offsets, list) and len(offsets) == 2
+    if not whole or not all(type(n) is int and n >= 0 for n in offsets):
+        raise InputError(f"{file}: {name} has the offsets {offsets!r}; it must be two numbers")
+    tensor = Tensor(file, tuple(shape), DTYPES[dtype][1], name)
+    if offsets[1] - offsets[0] != tensor.nbytes:
+        raise InputError(
+            f"{file}: {name} of shape {shape} in {dtype} takes {tensor.nbytes} bytes, "
+            f"its offsets {offsets} hold {offsets[1] - offsets[0]}"
+        )
+    return tensor, (offsets[0], offsets[1])
+
+
+def load_tensors(tensors: Tensors) -> dict[str, mx.array]:
+    """The arrays of some tensors, lazily: bytes are read when an array is evaluated."""
+    opened: dict[Path, dict[str, mx.array]] = {}
+    out = {}
+    for name, tensor in tensors.items():
+        if tensor.file not in opened:
+            opened[tensor.file] = open_file(tensor.file)
+        out[name] = opened[tensor.file][tensor.key]
+    return out
+
+
+def open_file(file: Path) -> dict[str, mx.array]:
+    if file.suffix != ".safetensors":
+        return torch_arrays(file)
+    try:
+        return mx.load(str(file))
+    except RuntimeError as error:
+        raise InputError(f"{file} can't be read: {error}") from error
+
+
+# --- torch files --------------------------------------------------------------------------------
+
+
+def torch_state(file: Path) -> dict[str, Any]:
+    """A torch file's tensors, mapped lazily, through the weights-only loader."""
+    try:
+        import torch
+    except ImportError as error:
+        raise InputError(
+            f"{file} is a torch pickle, which only torch's weights-only loader may open; "
+            "install torch, or use a safetensors checkpoint"
+        ) from error
+    check_zip(file)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # noqa: BLE001  torch raises its unpickler's own kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{file} was refused by torch's weights-only loader: {reason}") from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(torch.is_tensor(v) for v in state.values()):
+        raise InputError(f"{file} holds more than tensors by name; save a plain state_dict")
+    return state
+
+
+def check_zip(file: Path) -> None:
+    """torch stores its entries uncompressed; a compressed one may unfold to any size."""
+    if not zipfile.is_zipfile(file):
+        raise InputError(f"{file} is no zip as torch has written since 1.6; save it anew")
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    packed = [e.filename for e in entries if e.compress_type != zipfile.ZIP_STORED]
+    if packed or sum(e.file_size for e in entries) > file.stat().st_size:
+        raise InputError(f"{file} holds compressed entries, which torch never writes; refused")
+
+
+def torch_tensors(file: Path) -> Tensors:
+    kinds = {str(dtype).rpartition(".")[2]: dtype for _, dtype in DTYPES.values()}
+    kinds["bool"] = mx.bool_
+    out = {}
+    for name, value in torch_state(file).items():
+        kind = str(value.dtype).rpartition(".")[2]
+        if kind not in kinds:
+            raise InputError(f"{file}: {name} is {kind}, which can't be read here")
+        out[name] = Tensor(file, tuple(value.shape), kinds[kind], name)
+    return out
+
+
+def torch_arrays(file: Path) -> dict[str, mx.array]:
+    import torch
+
+    out = {}
+    for name, value in torch_state(file).items():
+        if value.dtype == torch.bfloat16:  # NumPy has none: hand over the bits
+            bits = mx.array(value.contiguous().view(torch.uint16).numpy())
+            out[name] = bits.view(mx.bfloat16)
+        else:
+            out[name] = mx.array(value.contiguous().numpy())
+    return out

@@ -1,0 +1,80 @@
+"""What a drafter's folder is, converted or not."""
+
+from pathlib import Path
+from typing import Any
+
+from mlx.utils import tree_flatten
+
+from dspine_mlx.convert.checkpoint import Checkpoint, open_checkpoint
+from dspine_mlx.convert.detect import OURS
+from dspine_mlx.convert.write import sha256
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import check_finite, quantize_like
+
+
+def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
+    """The facts of a folder by name; `problems` lists why it would not load.
+
+    check_weights: also read every weight, and compare files with the digests of the conversion.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.config
+    windows = sorted({config.layer_window(i) or 0 for i in range(config.num_hidden_layers)})
+    causal = [config.layer_causal(i) for i in range(config.num_hidden_layers)]
+    facts: dict[str, Any] = {
+        "method": checkpoint.method,
+        "layout": checkpoint.layout.name,
+        "converted": OURS in checkpoint.raw,
+        "source": checkpoint.raw.get(OURS, {}).get("source"),
+        "target": {
+            "hidden_size": config.target_hidden_size or config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "layers": config.num_target_layers,
+            "taps": list(config.target_layer_ids),
+        },
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "block_size": config.block_size,
+        "first_slot": config.first_slot,
+        "proposals": config.num_proposals,
+        "causal": causal[0] if len(set(causal)) == 1 else causal,
+        "windows": windows if any(windows) else None,
+        "mask_token_id": config.mask_token_id,
+        "rank": vars(config).get("transfer_rank") or vars(config).get("markov_rank"),
+        "message_size": vars(config).get("message_size"),
+        "draft_vocab_size": vars(config).get("draft_vocab_size"),
+        "parameters": parameters(checkpoint),
+        "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        "files": sorted({tensor.file.name for tensor in checkpoint.tensors.values()}),
+        "dtypes": sorted({str(t.dtype).rpartition(".")[2] for t in checkpoint.tensors.values()}),
+        "quantization": checkpoint.raw.get("quantization"),
+        "notes": [*checkpoint.notes, *checkpoint.raw.get(OURS, {}).get("notes", [])],
+    }
+    return facts | {"problems": problems(checkpoint, check_weights)}
+
+
+def parameters(checkpoint: Checkpoint) -> int:
+    """Numbers of the unpacked drafter, without ids."""
+    numbers = tree_flatten(checkpoint.build().parameters())
+    return sum(value.size for name, value in numbers if name != "d2t")
+
+
+def problems(checkpoint: Checkpoint, check_weights: bool) -> list[str]:
+    found = []
+    try:
+        drafter = checkpoint.build()
+        quantize_like(drafter, checkpoint.sources, checkpoint.raw)
+        checkpoint.check(drafter)
+        if check_weights:
+            check_finite(checkpoint.arrays())
+    except InputError as error:
+        found.append(str(error))
+    if check_weights:
+        digests = checkpoint.raw.get(OURS, {}).get("sha256", {})
+        found += [
+            f"{name} is not the file that was converted: its SHA-256 differs"
+            for name, digest in digests.items()
+            if not (checkpoint.folder / name).is_file()
+            or sha256(checkpoint.folder / name) != digest
+        ]
+    return found

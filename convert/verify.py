@@ -1,0 +1,138 @@
+"""Is a converted folder what its source is? One round in MLX against NumPy on the source."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.convert.layouts import ENDS
+from dspine_mlx.convert.numpy_round import Head, dflash_round, dspark_round, dspine_round
+from dspine_mlx.convert.read import load_tensors
+from dspine_mlx.convert.transfer_space import SPACE
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import assemble_drafter
+from dspine_mlx.target import Target
+
+ROUNDS = {"dflash": dflash_round, "dspark": dspark_round, "dspine": dspine_round}
+TOKENS = 2048  # of the stand-in target that have rows; all others have zeros
+CONTEXT = 24  # positions before the anchor
+EXACT = 1e-4  # of the largest score: rounding in float32 stays below
+
+
+class Verification(NamedTuple):
+    difference: float  # the largest one between scores of the two rounds
+    scale: float  # the largest score
+    exact: bool  # whether nothing was packed or cast, so that only rounding may differ
+
+    @property
+    def passed(self) -> bool:
+        return not self.exact or self.difference <= EXACT * self.scale
+
+
+class Rows:
+    """A matrix [V, d] of which a few rows are not zero."""
+
+    def __init__(self, where: np.ndarray, rows: np.ndarray):
+        self.where, self.rows = where, rows
+
+    def __len__(self) -> int:
+        return len(self.where)
+
+    def __getitem__(self, tokens: slice | list[int] | np.ndarray) -> np.ndarray:
+        return self.rows[self.where[tokens]]
+
+
+class RowsModule(nn.Module):
+    """The same as an embedding and as a head."""
+
+    def __init__(self, table: Rows):
+        super().__init__()
+        self.weight, self._where = mx.array(table.rows), mx.array(table.where)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.weight[self._where[tokens]]
+
+    def as_linear(self, states: mx.array) -> mx.array:
+        return (states @ self.weight.T)[..., self._where]
+
+
+class StandIn(Target):
+    """A float32 target without layers, whose embedding and head have rows for some tokens only."""
+
+    def __init__(self, V: int, d: int, mask: int, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        tokens = np.unique(np.append(rng.choice(V, min(V, TOKENS), replace=False), mask))
+        where = np.full(V, len(tokens))  # the last row is the zero one
+        where[tokens] = np.arange(len(tokens))
+        rows = rng.normal(size=(2, len(tokens) + 1, d)).astype(np.float32)
+        rows[:, -1] = 0
+        rows[1] /= d**0.5
+        self.anchor = int(tokens[tokens != mask][0])
+        embedding, head = Rows(where, rows[0]), Rows(where, rows[1])
+        self.numpy = Head(embedding, head)
+        self.embed, self.lm_head = RowsModule(embedding), RowsModule(head)
+        self.layers, self.tied, self.dtype = [], True, mx.float32
+        self.vocab_size, self.hidden_size = V, d
+
+    def head_rows(self, tokens: mx.array) -> mx.array:
+        return self.lm_head(tokens)
+
+
+class Source(Mapping[str, np.ndarray]):
+    """A checkpoint's tensors in NumPy, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, without: set[str]):
+        self.tensors = {n: t for n, t in checkpoint.tensors.items() if n not in without}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        value = load_tensors({name: self.tensors[name]})[name]
+        wide = mx.issubdtype(value.dtype, mx.floating)
+        return np.array(value.astype(mx.float32) if wide else value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def verify(source: Checkpoint, converted: Path) -> Verification:
+    """Propose one block with the converted drafter in float32, and score its candidates in float64
+    from the source's own tensors."""
+    ours = open_checkpoint(converted)
+    if SPACE[0] in ours.sources:
+        raise InputError(
+            "a folder that rebuilds its codes from a head can't be verified without it"
+        )
+    config = ours.config
+    target = StandIn(config.vocab_size, config.hidden_size, config.mask_token_id)
+    drafter = assemble_drafter(ours, target)
+    size = drafter.feature_size
+    features = np.random.default_rng(1).normal(size=(CONTEXT, size)).astype(np.float32)
+    proposal = drafter.propose(target.anchor, mx.array(features)[None], drafter.make_cache())
+    dropped = {n for end in ENDS if end not in ours.sources for n in source.sources.get(end, ())}
+    weights: dict[str, np.ndarray] | Source = Source(source, dropped)
+    if CODES in ours.sources and CODES not in source.sources:
+        weights = {**weights, "transfer_codes": np.array(ours.arrays([CODES])[CODES])}
+    wanted = ROUNDS[source.layout.method](
+        weights, source.raw, target.numpy, features, target.anchor, np.array(proposal.candidates)
+    )
+    pairs = [(proposal.first, wanted.first), (proposal.transitions, wanted.transitions)]
+    if proposal.confidence is not None and wanted.confidence is not None:
+        pairs.append((proposal.confidence, wanted.confidence))
+    difference = max(float(np.abs(np.array(a) - b).max(initial=0)) for a, b in pairs)
+    scale = float(np.abs(wanted.transitions).max(initial=1))
+    return Verification(difference, scale, stored_as(source, ours))
+
+
+def stored_as(source: Checkpoint, ours: Checkpoint) -> bool:
+    """Whether every parameter kept its dtype and none was packed."""
+    return "quantization" not in ours.raw and all(
+        source.tensors[names[0]].dtype == ours.tensors[path].dtype
+        for path, names in source.sources.items()
+        if path in ours.tensors and path != "d2t"
+    )

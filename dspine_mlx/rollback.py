@@ -135,7 +135,8 @@ class Rollback:
             # One row is kept or not: nothing to record. (Some layers compile that case, and
             # a trace must not be recorded.)
             if self.recorder is not None and tokens.size > 1:
-                stack.enter_context(self.recorder.recording([m.record for m in self.recurrent]))
+                records = [m.record for m in self.recurrent]
+                stack.enter_context(self.recorder.recording(records, tokens.size))
             yield
         self.tokens = tokens
 

@@ -268,7 +268,7 @@ def test_two_rollbacks_of_one_model_take_turns() -> None:
 
 def recorded_arrays(rollback: Rollback) -> list[mx.array]:
     """Arrays with a row per token that a round keeps alive, each once."""
-    found = {}
+    found: dict[int, mx.array] = {}
     for mark in rollback.recurrent:
         for call in mark.record.calls:
             found |= {id(call.arguments[n]): call.arguments[n] for n in call.per_token}
@@ -352,7 +352,7 @@ def test_mask_of_kept_rows(keep: int, offset: int) -> None:
     size, rows = 16, 7
     sinks = Sinks(size, keep)
     sinks.offset = offset
-    mask = sinks.make_mask(rows, return_array=True)
+    mask: Any = sinks.make_mask(rows, return_array=True)
     buffer = list(range(offset))
     if offset >= size:  # what an update of several rows leaves before it appends
         buffer = [*range(keep), *range(offset - (size - 1 - keep), offset)]

@@ -126,6 +126,50 @@ def test_a_cancelled_prefill_leaves_what_was_done(tokenizer: TokenizerWrapper, f
     assert drafted(model, tokenizer, prompt[30:], drafter, max_tokens=10, **options) == plain
 
 
+class Broken:
+    """A processor that fails at its nth row."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.left -= 1
+        if self.left == 0:
+            raise Cancelled
+        return logits
+
+
+@pytest.mark.parametrize("n", [1, 3, 11, 24])
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "jamba", "falcon_h1"])
+def test_an_exception_between_verify_and_accept(
+    tokenizer: TokenizerWrapper, family: str, n: int
+) -> None:
+    """The text goes on from the caches as if the round had never been."""
+    model = model_of(family)
+    types = [type(m) for m in model.modules()]
+    prompt, more = random_prompt(WINDOW), random_prompt(3, seed=4)
+    plain = plain_tokens(model, tokenizer, prompt, max_tokens=24)
+    drafter = scripted_drafter(model, prompt + plain, "now and then")
+    prompt_cache = make_prompt_cache(model)
+    seen: list[int] = []
+    responses = dspine_mlx.stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        drafter,
+        prompt_cache=prompt_cache,
+        logits_processors=[Broken(n)],
+    )
+    with pytest.raises(Cancelled):
+        seen.extend(r.token for r in responses)
+    assert seen == plain[: len(seen)]
+    assert [type(m) for m in model.modules()] == types
+    text = prompt + seen + more
+    options = {"prompt_cache": prompt_cache, "max_tokens": 8}
+    ours = drafted(model, tokenizer, more, random_drafter(model), **options)
+    assert ours == plain_tokens(model, tokenizer, text, max_tokens=8)
+
+
 @pytest.mark.parametrize("kind", SCRIPTS)
 @pytest.mark.parametrize("size", [8, 16, 20])
 def test_max_kv_size_with_drafting(tokenizer: TokenizerWrapper, size: int, kind: str) -> None:

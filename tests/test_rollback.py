@@ -21,7 +21,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.rollback import Rollback, Sinks, leaves
 from tests.families import FAMILIES, WINDOW, build
 
-CONTEXT, LENGTH, VOCABULARY = 5, 3 * WINDOW, 256
+CONTEXT, LENGTH, VOCABULARY = 5, 2 * WINDOW + 10, 256
 MAMBA2 = {"nemotron_h", "falcon_h1", "granitemoehybrid", "mamba2"}
 WINDOWED = {
     "llama_sliding",
@@ -92,8 +92,8 @@ rounds = st.lists(
         st.integers(0, 16),  # and after a second thought
         st.booleans(),  # whether a plain step follows
     ),
-    min_size=6,
-    max_size=10,
+    min_size=5,
+    max_size=9,
 )
 
 
@@ -142,7 +142,7 @@ def test_a_round_leaves_what_a_forward_over_the_accepted_rows_leaves(
     """Bit for bit in every family: the replay of a prefix is the computation of that prefix."""
     model, tokens, _ = text(family)
     following = tokens[-3:]
-    for rows, kept in ((2, 1), (5, 2), (16, 2), (16, 15), (16, 16)):
+    for rows, kept in ((2, 1), (5, 2), (16, 15)):
         prompt_cache, rollback = start(model, tokens[:context])
         verify(model, rollback, tokens[context : context + rows])
         rollback.accept(kept)
@@ -187,7 +187,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("context", [3, WINDOW + 9])
-@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("family", DISTINCT)
 def test_a_forward_that_raises_midway_is_undone(family: str, rows: int, context: int) -> None:
     """Some layers have taken the rows, some have not; nothing of them or of the recorder stays."""

@@ -23,6 +23,7 @@ RECURRENCES = {
     "gated_delta_update": ("q", "k", "v", "a", "b", "mask"),
     "ssm_update": ("hidden_states", "B", "C", "dt", "mask"),
 }
+CONSTANTS = ("A_log", "D", "dt_bias", "state")  # their other arrays, the same for all rows
 
 
 class Call:
@@ -91,6 +92,14 @@ class Record:
         if next(convolutions, None) is None:
             self.fed = rows
 
+    def holds(self) -> mx.array:
+        """Whether a replay of all rows gives the state that the forward left."""
+        same = [
+            mx.array_equal(replayed, state)
+            for replayed, state in zip(self.states_after(self.fed), self.cache.cache, strict=True)
+        ]
+        return mx.all(mx.stack(same))
+
     def states_after(self, rows: int) -> list[mx.array]:
         return [slot.state_after(rows) for slot in self.slots]
 
@@ -106,6 +115,7 @@ class Recorder:
     def __init__(self, model: nn.Module):
         self.records: dict[int, Record] = {}  # by the id of their cache
         self.current: Record | None = None
+        self.proven: bool | None = None  # not known before the first record
         self.swaps: list[tuple[nn.Module, type]] = []
         subclasses: dict[type, type] = {}
         for layer in model.layers:
@@ -132,6 +142,15 @@ class Recorder:
             self.records, self.current = {}, None
         for record in records:
             record.close(rows)
+
+    def explains(self, records: list[Record]) -> bool:
+        """Whether the states can be replayed from the records. The first records have to prove it:
+        a model that stores its states in an order not foreseen here is found out."""
+        if not all(record.complete for record in records):
+            return False
+        if self.proven is None:
+            self.proven = mx.all(mx.stack([record.holds() for record in records])).item()
+        return self.proven
 
     def mixer(self, cls: type[nn.Module]) -> type[nn.Module]:
         """A mixer that names the cache it works on and whose methods call recorded recurrences."""
@@ -175,7 +194,9 @@ class Recorder:
             output = function(*args, **kwargs)
             if self.current is not None:
                 arguments = parameters.bind(*args, **kwargs).arguments
-                self.current.calls.append(Call(function, arguments, per_token, output[1]))
+                arrays = {n for n, value in arguments.items() if isinstance(value, mx.array)}
+                if arrays <= {*per_token, *CONSTANTS}:
+                    self.current.calls.append(Call(function, arguments, per_token, output[1]))
             return output
 
         return recorded

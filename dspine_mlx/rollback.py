@@ -142,7 +142,8 @@ class Rollback:
 
     def accept(self, rows: int) -> None:
         partly = 0 < rows < self.tokens.size
-        if partly and not all(m.record.complete for m in self.recurrent):
+        records = [m.record for m in self.recurrent]
+        if partly and self.recorder is not None and not self.recorder.explains(records):
             for mark in self.marks:
                 mark.keep(0)
             self.model(self.tokens[None, :rows], cache=self.cache)

@@ -178,6 +178,33 @@ def test_one_forward_a_round_where_the_recurrence_is_known(family: str) -> None:
     assert bool(rollback.recurrent) == (family in RECORDED | AGAIN)
 
 
+def test_states_in_an_unforeseen_order_are_found_out() -> None:
+    """Two windows of one shape change places: the record fits, its first use proves it wrong."""
+    model = build("olmo_hybrid", vocab_size=VOCABULARY)
+    mixers = [layer.linear_attn for layer in model.layers if "linear_attn" in layer]
+
+    class Swapping(type(mixers[0])):  # type: ignore[misc]
+        def _apply_conv1d(
+            self, x: mx.array, conv: nn.Conv1d, state: Any, cache: Any, slot: int, *rest: Any
+        ) -> mx.array:
+            slot = {0: 1, 1: 0}.get(slot, slot)
+            return super()._apply_conv1d(x, conv, cache[slot], cache, slot, *rest)
+
+    for mixer in mixers:
+        mixer.__class__ = Swapping
+    tokens = text("olmo_hybrid").tokens
+    prompt_cache, rollback = start(model, tokens[:CONTEXT])
+    verify(model, rollback, tokens[CONTEXT : CONTEXT + 8])
+    assert all(m.record.complete for m in rollback.recurrent)
+    rollback.accept(3)
+    plain_cache, _ = start(model, tokens[: CONTEXT + 3])
+    following = tokens[None, CONTEXT + 3 : CONTEXT + 7]
+    ours = model(following, cache=prompt_cache)
+    assert mx.array_equal(ours, model(following, cache=plain_cache))
+    assert rollback.recorder is not None
+    assert rollback.recorder.proven is False
+
+
 def modules(model: nn.Module) -> list[type]:
     return [type(m) for m in model.modules()]
 

@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from dspine_mlx.dflash import DFlash
-from dspine_mlx.rollback import Rollback
+from dspine_mlx.rollback import Rollback, leaves
 from dspine_mlx.selection import select
 
 log = logging.getLogger(__name__)
@@ -258,8 +258,13 @@ class Bench:
         return mx.argmax(logits, axis=-1)
 
     def verify(self, width: int) -> None:
+        """A verify forward and the way back to half of it, which recurrent layers replay."""
         self.rollback.checkpoint()
-        mx.eval(self.forward(width), self.features)
+        with self.rollback.verifying(mx.zeros((width,), mx.uint32)):
+            predicted = self.forward(width)
+        mx.eval(predicted, self.features)
+        self.rollback.accept((width + 1) // 2)
+        mx.eval([c.state for c in self.cache])
         self.rollback.accept(0)
 
     def draft(self) -> None:
@@ -283,7 +288,7 @@ class Bench:
 
     def deepen(self, depth: int) -> None:
         """Fill the attention caches up to depth positions; what the rows hold takes no time."""
-        for c in [*self.cache, *self.draft_cache]:
+        for c in leaves([*self.cache, *self.draft_cache]):
             if type(c) in (KVCache, RotatingKVCache) and c.offset < depth:
                 B, heads, _, size = c.keys.shape
                 rows = mx.zeros((B, heads, depth - c.offset, size), c.keys.dtype)

@@ -23,6 +23,7 @@ RECURRENCES = {
     "gated_delta_update": ("q", "k", "v", "a", "b", "mask"),
     "ssm_update": ("hidden_states", "B", "C", "dt", "mask"),
 }
+CONSTANTS = ("A_log", "D", "dt_bias", "state")  # their other arrays, the same for all rows
 
 
 class Call:
@@ -75,23 +76,29 @@ class Record:
     def complete(self) -> bool:
         return self.fed > 0
 
-    def close(self) -> None:
-        """Match the slots, after the forward: a recurrence's by the very array it returned, the
-        others with the convolutions, in the order of their calls."""
+    def close(self, rows: int) -> None:
+        """Match the slots, after the forward over rows: a recurrence's by the very array it
+        returned, the others with the convolutions, in the order of their calls."""
         convolutions = iter(self.convolutions)
-        fed = set()
         for state in self.cache.cache:
             call = next((c for c in self.calls if c.state is state), None)
+            inputs = None if call else next(convolutions, None)
             if call is not None:
                 self.slots.append(call)
-                continue
-            inputs = next(convolutions, None)
-            if inputs is None or state is None or inputs.shape[2:] != state.shape[2:]:
+            elif inputs is not None and fits(inputs, state, rows):
+                self.slots.append(Window(inputs, state.shape[1]))
+            else:
                 return
-            self.slots.append(Window(inputs, state.shape[1]))
-            fed.add(inputs.shape[1] - state.shape[1])
-        if len(fed) == 1 and next(convolutions, None) is None:
-            self.fed = fed.pop()
+        if next(convolutions, None) is None:
+            self.fed = rows
+
+    def holds(self) -> mx.array:
+        """Whether a replay of all rows gives the state that the forward left."""
+        same = [
+            mx.array_equal(replayed, state)
+            for replayed, state in zip(self.states_after(self.fed), self.cache.cache, strict=True)
+        ]
+        return mx.all(mx.stack(same))
 
     def states_after(self, rows: int) -> list[mx.array]:
         return [slot.state_after(rows) for slot in self.slots]
@@ -108,6 +115,7 @@ class Recorder:
     def __init__(self, model: nn.Module):
         self.records: dict[int, Record] = {}  # by the id of their cache
         self.current: Record | None = None
+        self.proven: bool | None = None  # not known before the first record
         self.swaps: list[tuple[nn.Module, type]] = []
         subclasses: dict[type, type] = {}
         for layer in model.layers:
@@ -120,8 +128,8 @@ class Recorder:
                     self.swaps.append((module, subclasses[cls]))
 
     @contextmanager
-    def recording(self, records: list[Record]) -> Iterator[None]:
-        """Around one forward. The records are closed after it, but not after an exception."""
+    def recording(self, records: list[Record], rows: int) -> Iterator[None]:
+        """Around one forward over some rows; closes the records unless it raises."""
         self.records = {id(record.cache): record for record in records}
         classes = [type(module) for module, _ in self.swaps]
         try:
@@ -133,7 +141,16 @@ class Recorder:
                 module.__class__ = cls
             self.records, self.current = {}, None
         for record in records:
-            record.close()
+            record.close(rows)
+
+    def explains(self, records: list[Record]) -> bool:
+        """Whether the states can be replayed from the records. The first records have to prove it:
+        a model that stores its states in an order not foreseen here is found out."""
+        if not all(record.complete for record in records):
+            return False
+        if self.proven is None:
+            self.proven = mx.all(mx.stack([record.holds() for record in records])).item()
+        return self.proven
 
     def mixer(self, cls: type[nn.Module]) -> type[nn.Module]:
         """A mixer that names the cache it works on and whose methods call recorded recurrences."""
@@ -177,7 +194,9 @@ class Recorder:
             output = function(*args, **kwargs)
             if self.current is not None:
                 arguments = parameters.bind(*args, **kwargs).arguments
-                self.current.calls.append(Call(function, arguments, per_token, output[1]))
+                arrays = {n for n, value in arguments.items() if isinstance(value, mx.array)}
+                if arrays <= {*per_token, *CONSTANTS}:
+                    self.current.calls.append(Call(function, arguments, per_token, output[1]))
             return output
 
         return recorded
@@ -191,6 +210,14 @@ class Recorder:
             return cls.__call__(self, inputs)
 
         return type(cls.__name__, (cls,), {"__call__": call})
+
+
+def fits(inputs: mx.array, state: mx.array | None, rows: int) -> bool:
+    """Whether the state can be the newest rows of a convolution's input, before which it stood."""
+    if state is None or state.ndim != 3:
+        return False
+    width = state.shape[1]
+    return inputs.shape == (state.shape[0], width + rows, state.shape[2])
 
 
 def is_module(value: Any) -> bool:

@@ -135,13 +135,15 @@ class Rollback:
             # One row is kept or not: nothing to record. (Some layers compile that case, and
             # a trace must not be recorded.)
             if self.recorder is not None and tokens.size > 1:
-                stack.enter_context(self.recorder.recording([m.record for m in self.recurrent]))
+                records = [m.record for m in self.recurrent]
+                stack.enter_context(self.recorder.recording(records, tokens.size))
             yield
         self.tokens = tokens
 
     def accept(self, rows: int) -> None:
         partly = 0 < rows < self.tokens.size
-        if partly and not all(m.record.complete for m in self.recurrent):
+        records = [m.record for m in self.recurrent]
+        if partly and self.recorder is not None and not self.recorder.explains(records):
             for mark in self.marks:
                 mark.keep(0)
             self.model(self.tokens[None, :rows], cache=self.cache)

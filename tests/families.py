@@ -239,7 +239,7 @@ def quantizable(path: str, module: nn.Module) -> bool:
 
 def drafter_config(model: nn.Module, **changes: Any) -> DrafterConfig:
     target = Target(model)
-    config = {
+    config: dict[str, Any] = {
         "hidden_size": target.hidden_size,
         "intermediate_size": 64,
         "num_hidden_layers": 2,

@@ -21,7 +21,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.rollback import Rollback, Sinks, leaves
 from tests.families import FAMILIES, WINDOW, build
 
-CONTEXT, LENGTH, VOCABULARY = 5, 3 * WINDOW, 256
+CONTEXT, LENGTH, VOCABULARY = 5, 2 * WINDOW + 10, 256
 MAMBA2 = {"nemotron_h", "falcon_h1", "granitemoehybrid", "mamba2"}
 WINDOWED = {
     "llama_sliding",
@@ -92,8 +92,8 @@ rounds = st.lists(
         st.integers(0, 16),  # and after a second thought
         st.booleans(),  # whether a plain step follows
     ),
-    min_size=6,
-    max_size=10,
+    min_size=5,
+    max_size=9,
 )
 
 
@@ -142,7 +142,7 @@ def test_a_round_leaves_what_a_forward_over_the_accepted_rows_leaves(
     """Bit for bit in every family: the replay of a prefix is the computation of that prefix."""
     model, tokens, _ = text(family)
     following = tokens[-3:]
-    for rows, kept in ((2, 1), (5, 2), (16, 2), (16, 15), (16, 16)):
+    for rows, kept in ((2, 1), (5, 2), (16, 15)):
         prompt_cache, rollback = start(model, tokens[:context])
         verify(model, rollback, tokens[context : context + rows])
         rollback.accept(kept)
@@ -178,6 +178,33 @@ def test_one_forward_a_round_where_the_recurrence_is_known(family: str) -> None:
     assert bool(rollback.recurrent) == (family in RECORDED | AGAIN)
 
 
+def test_states_in_an_unforeseen_order_are_found_out() -> None:
+    """Two windows of one shape change places: the record fits, its first use proves it wrong."""
+    model = build("olmo_hybrid", vocab_size=VOCABULARY)
+    mixers = [layer.linear_attn for layer in model.layers if "linear_attn" in layer]
+
+    class Swapping(type(mixers[0])):  # type: ignore[misc]
+        def _apply_conv1d(
+            self, x: mx.array, conv: nn.Conv1d, state: Any, cache: Any, slot: int, *rest: Any
+        ) -> mx.array:
+            slot = {0: 1, 1: 0}.get(slot, slot)
+            return super()._apply_conv1d(x, conv, cache[slot], cache, slot, *rest)
+
+    for mixer in mixers:
+        mixer.__class__ = Swapping
+    tokens = text("olmo_hybrid").tokens
+    prompt_cache, rollback = start(model, tokens[:CONTEXT])
+    verify(model, rollback, tokens[CONTEXT : CONTEXT + 8])
+    assert all(m.record.complete for m in rollback.recurrent)
+    rollback.accept(3)
+    plain_cache, _ = start(model, tokens[: CONTEXT + 3])
+    following = tokens[None, CONTEXT + 3 : CONTEXT + 7]
+    ours = model(following, cache=prompt_cache)
+    assert mx.array_equal(ours, model(following, cache=plain_cache))
+    assert rollback.recorder is not None
+    assert rollback.recorder.proven is False
+
+
 def modules(model: nn.Module) -> list[type]:
     return [type(m) for m in model.modules()]
 
@@ -187,7 +214,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("context", [3, WINDOW + 9])
-@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("family", DISTINCT)
 def test_a_forward_that_raises_midway_is_undone(family: str, rows: int, context: int) -> None:
     """Some layers have taken the rows, some have not; nothing of them or of the recorder stays."""
@@ -268,7 +295,7 @@ def test_two_rollbacks_of_one_model_take_turns() -> None:
 
 def recorded_arrays(rollback: Rollback) -> list[mx.array]:
     """Arrays with a row per token that a round keeps alive, each once."""
-    found = {}
+    found: dict[int, mx.array] = {}
     for mark in rollback.recurrent:
         for call in mark.record.calls:
             found |= {id(call.arguments[n]): call.arguments[n] for n in call.per_token}
@@ -352,7 +379,7 @@ def test_mask_of_kept_rows(keep: int, offset: int) -> None:
     size, rows = 16, 7
     sinks = Sinks(size, keep)
     sinks.offset = offset
-    mask = sinks.make_mask(rows, return_array=True)
+    mask: Any = sinks.make_mask(rows, return_array=True)
     buffer = list(range(offset))
     if offset >= size:  # what an update of several rows leaves before it appends
         buffer = [*range(keep), *range(offset - (size - 1 - keep), offset)]

@@ -19,9 +19,11 @@ from mlx_lm.models.cache import (
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
+from dspine_mlx.costs import Bench
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.prefix import PromptCaches
+from dspine_mlx.rollback import leaves
 from tests.families import FAMILIES, WINDOW, build, random_drafter, scripted_drafter
 from tests.tiny import SCRIPTS, random_prompt
 
@@ -42,24 +44,27 @@ def drafted(
     drafter: DFlash,
     **options: Any,
 ) -> list[int]:
-    responses = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
+    """Tokens of rounds with whole blocks, whether they pay or not."""
+    options = {"verify_length": drafter.config.num_proposals} | options
+    responses = list(dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options))
+    assert responses[-1].rounds > 0
     return [r.token for r in responses]
 
 
 @pytest.mark.parametrize("bits", [None, 4], ids=["float32", "4-bit"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_mlx_lms(tokenizer: TokenizerWrapper, family: str, bits: int | None) -> None:
-    """Prompt and text run past the window; one drafter knows nothing, the other a lot."""
+    """The text runs past the window; drafters know the text and spoil it, or know nothing."""
     model = model_of(family, bits)
     prompt = random_prompt(WINDOW - 7)
-    plain = plain_tokens(model, tokenizer, prompt, max_tokens=26)
-    names = list(SCRIPTS)
-    script = names[list(FAMILIES).index(family) % len(names)]
-    for drafter in (
-        scripted_drafter(model, prompt + plain, script, block_size=16),
-        random_drafter(model, block_size=4),
-    ):
-        assert drafted(model, tokenizer, prompt, drafter, max_tokens=26) == plain
+    plain = plain_tokens(model, tokenizer, prompt, max_tokens=20)
+    scripts = list(SCRIPTS)
+    script = scripts[(list(FAMILIES).index(family) + (bits or 0)) % len(scripts)]
+    drafters: list[DFlash] = [scripted_drafter(model, prompt + plain, script, block_size=16)]
+    if bits is None:
+        drafters.append(random_drafter(model, block_size=4))
+    for drafter in drafters:
+        assert drafted(model, tokenizer, prompt, drafter, max_tokens=20) == plain
 
 
 @pytest.mark.parametrize("taken", [1, 4, 9])
@@ -75,7 +80,7 @@ def test_second_turn_after_an_early_close(
     second = plain_tokens(model, tokenizer, conversation, max_tokens=12)
     prompt_cache = make_prompt_cache(model)
     drafter = scripted_drafter(model, prompt + first, "now and then")
-    options = {"prompt_cache": prompt_cache, "max_tokens": 12}
+    options = {"prompt_cache": prompt_cache, "max_tokens": 12, "verify_length": 7}
     generator = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
     assert [next(generator).token for _ in range(taken)] == first[:taken]
     generator.close()
@@ -96,6 +101,7 @@ def test_two_generators_on_one_model(tokenizer: TokenizerWrapper, family: str) -
             prompt,
             scripted_drafter(model, prompt + text, "now and then"),
             max_tokens=20,
+            verify_length=7,
         )
         for prompt, text in zip(prompts, plain, strict=True)
     ]
@@ -124,6 +130,79 @@ def test_a_cancelled_prefill_leaves_what_was_done(tokenizer: TokenizerWrapper, f
     with pytest.raises(Cancelled):
         drafted(model, tokenizer, prompt, drafter, prompt_progress_callback=progress, **options)
     assert drafted(model, tokenizer, prompt[30:], drafter, max_tokens=10, **options) == plain
+
+
+class Broken:
+    """A processor that fails at its nth row."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.left -= 1
+        if self.left == 0:
+            raise Cancelled
+        return logits
+
+
+@pytest.mark.parametrize("n", [1, 3, 11, 24])
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "jamba", "falcon_h1"])
+def test_an_exception_between_verify_and_accept(
+    tokenizer: TokenizerWrapper, family: str, n: int
+) -> None:
+    """The text goes on from the caches as if the round had never been."""
+    model = model_of(family)
+    types = [type(m) for m in model.modules()]
+    prompt, more = random_prompt(WINDOW), random_prompt(3, seed=4)
+    plain = plain_tokens(model, tokenizer, prompt, max_tokens=24)
+    drafter = scripted_drafter(model, prompt + plain, "now and then")
+    prompt_cache = make_prompt_cache(model)
+    seen: list[int] = []
+    responses = dspine_mlx.stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        drafter,
+        prompt_cache=prompt_cache,
+        verify_length=7,
+        logits_processors=[Broken(n)],
+    )
+    with pytest.raises(Cancelled):
+        seen.extend(r.token for r in responses)
+    assert seen == plain[: len(seen)]
+    assert [type(m) for m in model.modules()] == types
+    text = prompt + seen + more
+    options = {"prompt_cache": prompt_cache, "max_tokens": 8}
+    ours = drafted(model, tokenizer, more, random_drafter(model), **options)
+    assert ours == plain_tokens(model, tokenizer, text, max_tokens=8)
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss"])
+def test_a_measured_verify_step_pays_for_the_way_back(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cost curve's verify step replays half of its rows, and leaves the caches as they were."""
+    model = model_of(family)
+    bench = Bench(random_drafter(model))
+    accepted: list[int] = []
+    accept = bench.rollback.accept
+
+    def counted(rows: int) -> None:
+        accepted.append(rows)
+        accept(rows)
+
+    monkeypatch.setattr(bench.rollback, "accept", counted)
+    position = bench.rollback.position
+    states = [list(c.cache) for c in leaves(bench.cache) if type(c) is ArraysCache]
+    for width in (1, 2, 5, 8):
+        bench.verify(width)
+        bench.rollback.checkpoint()
+    assert accepted == [1, 0, 1, 0, 3, 0, 4, 0]
+    assert bench.rollback.position == position + 8
+    after = [list(c.cache) for c in leaves(bench.cache) if type(c) is ArraysCache]
+    assert all(
+        a is b for x, y in zip(states, after, strict=True) for a, b in zip(x, y, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)

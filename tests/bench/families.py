@@ -5,7 +5,6 @@ memory and the replay's share of it are measured on a scaled Qwen3.5.
 """
 
 import random
-import re
 import statistics
 import time
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from dspine_mlx.recording import Call
@@ -160,7 +158,7 @@ def memory(model: nn.Module) -> str:
 
 
 def replay_share(model: nn.Module) -> str:
-    """Median milliseconds of a verify forward and of the replay after it."""
+    """Median milliseconds of processor time of a verify forward and of the replay after it."""
     lines = ["| rows | accepted | forward, ms | replay, ms |", "| --- | --- | --- | --- |"]
     tokens = mx.random.randint(0, 2048, (64,))
     for rows, kept in ((4, 2), (8, 4), (16, 4), (16, 12), (16, 16)):
@@ -171,15 +169,15 @@ def replay_share(model: nn.Module) -> str:
         rollback = Rollback(cache, model)
         for _ in range(9):
             rollback.checkpoint()
-            start = time.perf_counter()
+            start = time.process_time()
             with rollback.verifying(tokens[:rows]):
                 logits = model(tokens[None, :rows], cache=cache)
             mx.eval(logits, [c.state for c in cache])
-            middle = time.perf_counter()
+            middle = time.process_time()
             rollback.accept(kept)
             mx.eval([c.state for c in cache])
             for kind, seconds in zip(
-                times, (middle - start, time.perf_counter() - middle), strict=True
+                times, (middle - start, time.process_time() - middle), strict=True
             ):
                 kind.append(1e3 * seconds)
             rollback.accept(0)
@@ -188,18 +186,22 @@ def replay_share(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
+def write(name: str, text: str) -> None:
+    """Put a table between its marks in the page."""
+    start, end = f"<!-- {name}: measured -->", f"<!-- {name}: end -->"
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(start)
+    _, after = rest.split(end)
+    PAGE.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")
+    print(text, end="\n\n")
+
+
 def main() -> None:
     mx.disable_compile()
-    page, model = PAGE.read_text(encoding="utf-8"), scaled()
-    size = sum(v.nbytes for _, v in tree_flatten(model.parameters())) / 1e6
-    print(f"scaled Qwen3.5: {size:.0f} MB")
-    parts = {"families": table(), "memory": memory(model), "replay": replay_share(model)}
-    for name, text in parts.items():
-        start, end = f"<!-- {name}: measured -->", f"<!-- {name}: end -->"
-        pattern = f"{re.escape(start)}.*?{re.escape(end)}"
-        page = re.sub(pattern, f"{start}\n{text}\n{end}", page, flags=re.DOTALL)
-        print(text, end="\n\n")
-    PAGE.write_text(page, encoding="utf-8")
+    model = scaled()
+    write("memory", memory(model))
+    write("replay", replay_share(model))
+    write("families", table())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import typer
 
 from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
+from dspine_mlx.cli.calibrate import calibrate
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.errors import InputError
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.command()(calibrate)
 
 
 def version(wanted: bool) -> None:

@@ -31,6 +31,7 @@ from dspine_mlx.calibration import (
 )
 from dspine_mlx.costs import Costs, costs_of
 from dspine_mlx.dflash import DFlash
+from dspine_mlx.errors import InputError
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft
@@ -405,7 +406,17 @@ def prepare(
     return schedule
 
 
-def policy_for(verify_length: int | str, drafter: DFlash, sampler: SamplerFunction) -> Policy:
-    if verify_length == "auto":
+def check_length(verify_length: int | str | Policy) -> None:
+    wrong = isinstance(verify_length, str) and verify_length != "auto"
+    if wrong or (isinstance(verify_length, int | float) and verify_length not in range(1 << 30)):
+        raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
+
+
+def policy_for(
+    verify_length: int | str | Policy, drafter: DFlash, sampler: SamplerFunction
+) -> Policy:
+    if isinstance(verify_length, int):
+        return Fixed(min(verify_length, drafter.config.num_proposals))
+    if isinstance(verify_length, str):
         return (drafter.schedule or prepare(drafter)).policy(drafter, sampler)
-    return Fixed(min(int(verify_length), drafter.config.num_proposals))
+    return verify_length

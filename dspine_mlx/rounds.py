@@ -36,8 +36,8 @@ class Recorder(Fixed):
             self.evidence.append(draft.evidence.tolist())
         return min(self.tokens, limit)
 
-    def learn(self, accepted: int) -> None:
-        if self.whole:
+    def learn(self, accepted: int, offered: int) -> None:
+        if self.whole and offered == self.tokens:
             self.accepted.append(accepted)
 
 

@@ -87,8 +87,8 @@ class Policy(Protocol):
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
 
-    def learn(self, accepted: int) -> None:
-        """The round is over; accepted of the tokens stood."""
+    def learn(self, accepted: int, offered: int) -> None:
+        """The round is over; accepted of the offered tokens stood."""
 
     def probing(self, depth: int) -> bool:
         """Whether to draft now while decoding plainly, only to be watched."""
@@ -116,7 +116,7 @@ class Fixed:
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         return min(self.tokens, limit)
 
-    def learn(self, accepted: int) -> None: ...
+    def learn(self, accepted: int, offered: int) -> None: ...
 
     def probing(self, depth: int) -> bool:
         return False
@@ -242,15 +242,15 @@ class Auto:
         self.picked = self.choose(self.chances[:limit], depth)
         return self.picked
 
-    def learn(self, accepted: int) -> None:
+    def learn(self, accepted: int, offered: int) -> None:
         verifying = self.clock() - self.verifying
-        self.costs.observe_round(self.drafting, verifying, 1 + self.picked, self.depth)
+        self.costs.observe_round(self.drafting, verifying, 1 + offered, self.depth)
         self.belief.expect(self.chances)
-        for slot in range(min(self.picked, accepted + 1)):
+        for slot in range(min(offered, accepted + 1)):
             self.belief.update(slot, self.chances[slot], float(slot < accepted))
-        self.count(*self.expected(self.chances, self.picked, self.depth), fading=1 / 8)
+        self.count(*self.expected(self.chances, offered, self.depth), fading=1 / 8)
         if self.explain:
-            self.explain(self.describe(accepted, verifying))
+            self.explain(self.describe(accepted, offered, verifying))
         self.rounds_left -= 1
         if self.rounds >= 3 and self.gain(self.depth) < PARK:
             self.park()
@@ -328,14 +328,14 @@ class Auto:
         if self.explain:
             self.explain(f"probe at {depth}: {self.comparison(depth)}")
 
-    def describe(self, accepted: int, verifying: float) -> str:
+    def describe(self, accepted: int, offered: int, verifying: float) -> str:
         """One round in a line: chances that each prefix stands, costs, choice, outcome."""
         survival = " ".join(f"{a:.2f}" for a in np.cumprod(self.chances))
         rows = " ".join(f"{1e3 * s:.1f}" for s in self.costs.verify(self.depth))
         return (
             f"at {self.depth}: survival {survival}; ms to draft {1e3 * self.drafting:.1f}, "
             f"to verify 1.. rows {rows}; {self.rate(self.depth):.1f} tokens/s; "
-            f"offered {self.picked}, took {1e3 * verifying:.1f} ms, {accepted} stood"
+            f"offered {offered}, took {1e3 * verifying:.1f} ms, {accepted} stood"
         )
 
     def comparison(self, depth: int) -> str:

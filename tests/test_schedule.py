@@ -118,9 +118,9 @@ def offered(policy: Auto, trace: Trace, machine: Machine, start: int) -> list[in
     lengths: list[int] = []
     learn = policy.learn
 
-    def note(accepted: int) -> None:
-        lengths.append(policy.picked)
-        learn(accepted)
+    def note(accepted: int, offered: int) -> None:
+        lengths.append(offered)
+        learn(accepted, offered)
 
     policy.learn = note  # type: ignore[method-assign]
     replay(trace, policy, machine, start)
@@ -197,8 +197,8 @@ def test_a_slow_reader_does_not_make_plain_decoding_look_slow() -> None:
 class Restless(Auto):
     """Parks after two rounds, probes at once, and resumes whatever the probe says."""
 
-    def learn(self, accepted: int) -> None:
-        super().learn(accepted)
+    def learn(self, accepted: int, offered: int) -> None:
+        super().learn(accepted, offered)
         if self.rounds % 2:
             self.park()
 

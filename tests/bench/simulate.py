@@ -99,8 +99,9 @@ def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
         length = policy.length(trace.draft(i), limit, depth, machine.take(draft))
         machine.take(rows[length])
         stood = int(min(length, trace.stands[i]))
-        policy.learn(stood)
-        statistics.record(length, stood)
+        policy.learn(stood, length)
+        row = mx.array(0)
+        statistics.record(length, [*[(1, row, True)] * stood, (1, row, False)])
         i += stood + 1
     return machine.now - begun
 

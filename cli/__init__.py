@@ -8,6 +8,7 @@ import typer
 
 from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
+from dspine_mlx.cli.calibrate import calibrate
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
@@ -24,6 +25,7 @@ app.command()(generate)
 app.command()(convert)
 app.command()(inspect)
 app.command()(bench)
+app.command()(calibrate)
 
 
 def version(wanted: bool) -> None:

@@ -32,6 +32,7 @@ CACHE = Path.home() / ".cache" / "dspine-mlx"
 FORMAT = 1
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
 SECONDS = 3.0  # a measurement stops repeating after about this long
+NOISE, WANDER = 0.15, 0.03  # of one step's log-time; of its mean from step to step
 BALANCE = 30  # FLOP a byte at which Apple GPUs turn from bandwidth- to compute-bound (M1 38, M5 26)
 
 
@@ -77,22 +78,26 @@ class Curve:
 class Costs:
     """A curve and what real steps have taught since.
 
-    Prediction: curve * exp(drift + own). Both are running means of the clipped logarithm of
-    observed over predicted seconds: drift is common to all steps (heat, load), own belongs to one
-    kind of step and reaches half as far with each width in between.
+    Prediction: curve * exp(x), x one log-correction for each kind of step, in a Kalman filter. All
+    share a common part (heat, load), which may wander; each has a smaller part of its own, alike
+    for neighbouring widths. Seeing one kind so informs all, and most of all itself.
     """
 
     def __init__(self, curve: Curve):
         self.curve = curve
         self.widths = len(curve.verify[0])
-        self.drift, self.own = 0.0, np.zeros(self.widths + 2)
-        self.observations = 0
+        n = self.widths + 2
+        alike = np.eye(n)
+        alike[1:-1, 1:-1] = 0.7 ** np.abs(np.subtract.outer(np.arange(n - 2), np.arange(n - 2)))
+        common, own = (0.3, 0.15) if curve.measured else (3.0, 0.5)
+        self.x, self.covariance = np.zeros(n), common**2 + own**2 * alike
+        self.wander = WANDER**2 + (WANDER / 4) ** 2 * alike
         self.depth, self.base = -1, np.zeros(0)
 
     def predict(self, depth: int) -> np.ndarray:
         if depth != self.depth:
             self.depth, self.base = depth, self.curve.at(depth)
-        return self.base * np.exp(self.drift + self.own)
+        return self.base * np.exp(self.x)
 
     def plain(self, depth: int) -> float:
         return float(self.predict(depth)[0])
@@ -116,16 +121,13 @@ class Costs:
         if not seconds > 0:
             log.warning("a clock went backwards (%s s for a step); this time is ignored", seconds)
             return
-        error = math.log(seconds / self.predict(depth)[kind])
-        self.observations += 1
-        settled = self.curve.measured or self.observations > 3
-        error = min(0.7, max(-0.7, error)) if settled else error
-        self.drift += max(0.1, 1 / (1 + self.observations)) * error
-        reach = np.zeros(len(self.own))
-        if 0 < kind <= self.widths:
-            reach[1:-1] = 0.5 ** np.abs(np.arange(1, self.widths + 1) - kind)
-        reach[kind] = 1
-        self.own = 0.999 * self.own + 0.05 * error * reach
+        self.covariance += self.wander
+        surprise = math.log(seconds / self.predict(depth)[kind])
+        column = self.covariance[kind].copy()
+        variance = column[kind] + NOISE**2
+        limit = 3 * math.sqrt(variance)  # a pause of the machine is no cost
+        self.x += column / variance * min(limit, max(-limit, surprise))
+        self.covariance -= np.outer(column, column) / variance
 
 
 def costs_of(drafter: DFlash, measured: bool = True) -> Costs:

@@ -211,7 +211,7 @@ class Decoder:
             length = policy.length(draft, limit, self.rollback.position, drafting)
             length = self.permitted(anchor, draft, length)
             block, anchor, n = self.verify(anchor, draft, length)
-            policy.learn(n)
+            policy.learn(n, length)
             self.statistics.record(length, block)
 
     def width_limit(self) -> float:

@@ -20,7 +20,7 @@ from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.response import GenerationResponse, Statistics
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.schedule import policy_for
+from dspine_mlx.schedule import Policy, check_length, policy_for
 
 
 def decode(
@@ -29,7 +29,7 @@ def decode(
     stream: mx.Stream,
     *,
     max_tokens: int,
-    verify_length: int | str,
+    verify_length: int | str | Policy,
     prefill_step_size: int,
     checkpoints: Checkpoints,
     progress: Callable[[int, int], None],
@@ -134,12 +134,14 @@ def inside(prompt: mx.array, checkpoints: Checkpoints) -> Checkpoints:
 
 
 def check_numbers(
-    max_tokens: int, verify_length: int | str, prefill_step_size: int, max_kv_size: int | None
+    max_tokens: int,
+    verify_length: int | str | Policy,
+    prefill_step_size: int,
+    max_kv_size: int | None,
 ) -> None:
     if max_tokens == 0 or max_tokens < -1:
         raise InputError(f"max_tokens is {max_tokens}; it must be at least 1, or -1 for no limit")
-    if verify_length != "auto" and not (isinstance(verify_length, int) and verify_length >= 0):
-        raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
+    check_length(verify_length)
     if prefill_step_size < 1:
         raise InputError(f"prefill_step_size is {prefill_step_size}; it must be at least 1")
     if max_kv_size is not None and max_kv_size < 8:
@@ -167,7 +169,7 @@ def stream_generate(
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
     prompt_checkpoints: Checkpoints | None = None,
-    verify_length: int | str = "auto",
+    verify_length: int | str | Policy = "auto",
     draft_filter: DraftFilter | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
@@ -189,7 +191,8 @@ def stream_generate(
             yielded tokens; starting another generation from it ends an unfinished one.
         prompt_checkpoints: {n: f}: when n tokens of the prompt are in the caches, f gets their
             list (to copy it; see `dspine_mlx.prefix`). Ignored without a drafter.
-        verify_length: drafted tokens offered to the target per round: an int, or "auto".
+        verify_length: drafted tokens offered to the target per round: an int, "auto", or a
+            policy (see `dspine_mlx.schedule`).
             0 is plain decoding.
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.

@@ -31,6 +31,7 @@ from dspine_mlx.calibration import (
 )
 from dspine_mlx.costs import Costs, costs_of
 from dspine_mlx.dflash import DFlash
+from dspine_mlx.errors import InputError
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft
@@ -38,11 +39,13 @@ from dspine_mlx.verification import acceptance
 
 __all__ = ["Auto", "Fixed", "Policy", "admitted", "fit_temperatures", "policy_for", "verify_length"]
 
-PARK, RESUME = (
-    1.02,
-    1.05,
-)  # expected speed over plain decoding: below it drafting stops, above it resumes
+# Expected speed over plain decoding: below PARK drafting stops, above RESUME it starts again.
+PARK, RESUME = 1.0, 1.02
+OWN = 4.0  # information that a slot's being like the others is worth
 FIRST_PROBE, LAST_PROBE = 16, 256  # plain tokens between probes; doubled by every one that fails
+HOPE = 1.1  # speed that perfect drafts must reach for a probe to be worth it
+CHECK, STRETCH = 16, 3  # rounds before STRETCH plain tokens are timed again; then 4 times as many
+CLEAR = 2.0  # expected speed from which that is not needed
 
 
 def verify_length(chances: np.ndarray, seconds: np.ndarray, rate: float) -> int:
@@ -84,8 +87,8 @@ class Policy(Protocol):
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
 
-    def learn(self, accepted: int) -> None:
-        """The round is over; accepted of the tokens stood."""
+    def learn(self, accepted: int, offered: int) -> None:
+        """The round is over; accepted of the offered tokens stood."""
 
     def probing(self, depth: int) -> bool:
         """Whether to draft now while decoding plainly, only to be watched."""
@@ -113,7 +116,7 @@ class Fixed:
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         return min(self.tokens, limit)
 
-    def learn(self, accepted: int) -> None: ...
+    def learn(self, accepted: int, offered: int) -> None: ...
 
     def probing(self, depth: int) -> bool:
         return False
@@ -139,30 +142,35 @@ class Watch:
 class Belief:
     """Chances of a drafter's slots: calibrated evidence, corrected by what happened since.
 
-    Each slot's log-odds get a shift, the running estimate of a logistic regression's intercept.
+    The log-odds get a shift common to all slots and one of the slot's own, running estimates of a
+    logistic regression's intercepts. A slot's own fades, so one that was given up is tried again.
     """
 
     def __init__(self, calibration: Calibration):
         slots = len(calibration.biases)
         self.calibration = calibration
-        self.shift = np.zeros(slots)
-        self.least = 4.0 if calibration.rounds else 0.5  # information the start is worth
-        self.information = np.full(slots, self.least)
+        self.common, self.own = 0.0, np.zeros(slots)
+        self.least = 4.0 if calibration.rounds else 1.0  # information that the start is worth
+        self.information, self.own_information = self.least, np.full(slots, OWN)
         self.means = np.full(slots, 0.7)  # usual chance of each slot
 
     def log_odds(self, evidence: mx.array) -> np.ndarray:
         return self.calibration.log_odds(np.array(evidence, np.float64))
 
     def chances(self, log_odds: np.ndarray) -> np.ndarray:
-        return sigmoid(log_odds + self.shift)
+        return sigmoid(log_odds + self.common + self.own)
 
     def update(self, slot: int, chance: float, stood: float) -> None:
-        kept = max(self.least, 0.98 * self.information[slot])
-        self.information[slot] = kept + chance * (1 - chance)
-        self.shift[slot] += (stood - chance) / self.information[slot]
+        surprise, information = stood - chance, chance * (1 - chance)
+        self.information = max(self.least, 0.98 * self.information) + information
+        self.common += surprise / self.information
+        kept = max(OWN, 0.98 * self.own_information[slot])
+        self.own_information[slot] = kept + information
+        self.own[slot] += surprise / self.own_information[slot]
 
     def expect(self, chances: np.ndarray) -> None:
         self.means += 0.05 * (chances - self.means)
+        self.own *= 0.99
 
 
 class Auto:
@@ -171,7 +179,8 @@ class Auto:
     Tokens are counted as expected and time as predicted by the costs, over recent rounds: both have
     less noise than single rounds. When that is no faster than plain decoding, drafting is parked.
     While parked, a draft is made now and then and only compared with the plain tokens that follow,
-    so a probe costs one proposal. It is repeated less and less often while it shows no gain.
+    so a probe costs one proposal. It is repeated less and less often while it shows no gain. While
+    drafting, a few plain tokens now and then keep the cost of plain decoding known.
     """
 
     def __init__(
@@ -186,6 +195,7 @@ class Auto:
         self.parked = False
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
+        self.check, self.rounds_left = CHECK, CHECK
         self.sampler: Sampler | None = None
         self.begin(Statistics(), lambda x: x, 0)
 
@@ -195,6 +205,7 @@ class Auto:
         self.interval, self.countdown = FIRST_PROBE, FIRST_PROBE // 2
         self.watched: Watch | None = None
         self.last = 0.0  # clock at the last plain token; 0: not usable
+        self.stretch = 0  # plain tokens left of a check
         if not self.rounds and not self.belief.calibration.rounds:
             self.parked, self.countdown = True, 0  # nothing is known: look at one draft first
         if self.hopeless(depth):
@@ -213,7 +224,7 @@ class Auto:
         """Whether plain decoding wins even if every drafted token stands."""
         rounds = self.costs.draft(depth) + self.costs.verify(depth)
         best = (np.arange(1, len(rounds) + 1) / rounds).max() * self.costs.plain(depth)
-        return self.costs.curve.measured and bool(best < PARK)
+        return self.costs.curve.measured and bool(best < HOPE)
 
     def choose(self, chances: np.ndarray, depth: int) -> int:
         seconds, rate = self.costs.verify(depth), self.rate(depth)
@@ -231,17 +242,22 @@ class Auto:
         self.picked = self.choose(self.chances[:limit], depth)
         return self.picked
 
-    def learn(self, accepted: int) -> None:
+    def learn(self, accepted: int, offered: int) -> None:
         verifying = self.clock() - self.verifying
-        self.costs.observe_round(self.drafting, verifying, 1 + self.picked, self.depth)
+        self.costs.observe_round(self.drafting, verifying, 1 + offered, self.depth)
         self.belief.expect(self.chances)
-        for slot in range(min(self.picked, accepted + 1)):
+        for slot in range(min(offered, accepted + 1)):
             self.belief.update(slot, self.chances[slot], float(slot < accepted))
-        self.count(*self.expected(self.chances, self.picked, self.depth), fading=1 / 8)
+        self.count(*self.expected(self.chances, offered, self.depth), fading=1 / 8)
         if self.explain:
-            self.explain(self.describe(accepted, verifying))
+            self.explain(self.describe(accepted, offered, verifying))
+        self.rounds_left -= 1
         if self.rounds >= 3 and self.gain(self.depth) < PARK:
             self.park()
+        elif self.rounds_left <= 0 and self.gain(self.depth) < CLEAR:
+            self.check *= 4
+            self.rounds_left = self.check
+            self.parked, self.last, self.stretch = True, 0.0, STRETCH
 
     def expected(self, chances: np.ndarray, length: int, depth: int) -> tuple[float, float]:
         """Tokens and seconds of a round that offers length tokens."""
@@ -255,7 +271,7 @@ class Auto:
         self.rounds += 1
 
     def park(self) -> None:
-        self.parked, self.last = True, 0.0
+        self.parked, self.last, self.stretch = True, 0.0, 0
         self.countdown = self.interval
         if self.explain:
             self.explain(f"parked at {self.depth}: {self.comparison(self.depth)}")
@@ -276,6 +292,10 @@ class Auto:
         if self.last > 0 and now - waiting > 0.2 * (now - self.last):  # else the reader was slow
             self.costs.observe_plain(now - self.last, depth)
         self.last = now if self.last >= 0 else 0.0
+        if self.stretch:
+            self.stretch -= 1
+            self.countdown = self.interval
+            self.parked = self.stretch > 0 or self.gain(depth) < PARK
         if self.watched:
             self.compare(self.watched, token, logprobs, depth)
 
@@ -308,14 +328,14 @@ class Auto:
         if self.explain:
             self.explain(f"probe at {depth}: {self.comparison(depth)}")
 
-    def describe(self, accepted: int, verifying: float) -> str:
+    def describe(self, accepted: int, offered: int, verifying: float) -> str:
         """One round in a line: chances that each prefix stands, costs, choice, outcome."""
         survival = " ".join(f"{a:.2f}" for a in np.cumprod(self.chances))
         rows = " ".join(f"{1e3 * s:.1f}" for s in self.costs.verify(self.depth))
         return (
             f"at {self.depth}: survival {survival}; ms to draft {1e3 * self.drafting:.1f}, "
             f"to verify 1.. rows {rows}; {self.rate(self.depth):.1f} tokens/s; "
-            f"offered {self.picked}, took {1e3 * verifying:.1f} ms, {accepted} stood"
+            f"offered {offered}, took {1e3 * verifying:.1f} ms, {accepted} stood"
         )
 
     def comparison(self, depth: int) -> str:
@@ -386,7 +406,17 @@ def prepare(
     return schedule
 
 
-def policy_for(verify_length: int | str, drafter: DFlash, sampler: SamplerFunction) -> Policy:
-    if verify_length == "auto":
+def check_length(verify_length: int | str | Policy) -> None:
+    wrong = isinstance(verify_length, str) and verify_length != "auto"
+    if wrong or (isinstance(verify_length, int | float) and verify_length not in range(1 << 30)):
+        raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
+
+
+def policy_for(
+    verify_length: int | str | Policy, drafter: DFlash, sampler: SamplerFunction
+) -> Policy:
+    if isinstance(verify_length, int):
+        return Fixed(min(verify_length, drafter.config.num_proposals))
+    if isinstance(verify_length, str):
         return (drafter.schedule or prepare(drafter)).policy(drafter, sampler)
-    return Fixed(min(int(verify_length), drafter.config.num_proposals))
+    return verify_length

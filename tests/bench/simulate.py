@@ -81,7 +81,8 @@ class Machine:
 def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
     """Seconds of the whole text under a policy, from a context of `start` positions on."""
     begun, i, n = machine.now, 0, len(trace.stands)
-    policy.begin(Statistics(), lambda x: x, start)
+    statistics = Statistics()
+    policy.begin(statistics, lambda x: x, start)
     while i < n:
         depth = start + i
         plain, *rows, draft = machine.curve.at(depth)
@@ -98,7 +99,9 @@ def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
         length = policy.length(trace.draft(i), limit, depth, machine.take(draft))
         machine.take(rows[length])
         stood = int(min(length, trace.stands[i]))
-        policy.learn(stood)
+        policy.learn(stood, length)
+        row = mx.array(0)
+        statistics.record(length, [*[(1, row, True)] * stood, (1, row, False)])
         i += stood + 1
     return machine.now - begun
 
@@ -106,7 +109,7 @@ def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
 def compare(
     traces: list[Trace], curve: Curve, calibration: Calibration | None = None, start: int = 512
 ) -> dict[str, float]:
-    """Speed over plain decoding of the policy, all texts in order, and of each fixed length."""
+    """Speed over plain decoding of the policy, over the texts in turn, and of fixed lengths."""
     M = traces[0].evidence.shape[1]
     machine = Machine(curve)
     auto = Auto(Costs(curve), calibration or uncalibrated(M), clock=lambda: machine.now)

@@ -1,0 +1,158 @@
+"""dspine-mlx calibrate: how far a drafter's confidence can be trusted, and a correction for it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dspine_mlx.errors import InputError
+
+if TYPE_CHECKING:
+    from dspine_mlx.rounds import Fit
+
+
+def calibrate(
+    model: Annotated[
+        str | None, typer.Option(help="Target; without it, the pair that ships with the package.")
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Drafter.")] = None,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="A file (.jsonl, or a prompt a line) or one of humaneval, gsm-templates, gsm8k, "
+            "mt-bench. Your own traffic is best."
+        ),
+    ] = "gsm-templates",
+    limit: Annotated[int, typer.Option(help="Prompts to use.")] = 40,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens a text.")] = 128,
+    temps: Annotated[
+        str,
+        typer.Option(
+            help="Temperatures to calibrate at, by commas: 0 is greedy; each other one serves its "
+            "band, which begin above 0, at 0.5 and at 0.9."
+        ),
+    ] = "0,0.7,1",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write here; else beside the measured costs, where it is found by itself."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Reliability plot, as PNG (needs matplotlib).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+) -> None:
+    """Fit the drafter's confidence to what the target accepts."""
+    import mlx.core as mx
+
+    from dspine_mlx import rounds
+    from dspine_mlx.calibration import calibration_path, mode_of, save_calibrations
+    from dspine_mlx.load import load
+    from dspine_mlx.sampling import Sampler
+    from dspine_mlx.suites import load_suite
+
+    for path in filter(None, (output, plot)):
+        if path.exists():
+            raise InputError(f"{path} exists; name a new file")
+    temperatures = numbers(temps)
+    messages = load_suite(prompts, limit, lambda line: typer.echo(line, err=True))
+    target, tokenizer, drafter = load(model, draft_model)
+    if drafter is None:
+        raise InputError("there is no drafter to calibrate; give --draft-model")
+    encoded = [tokenizer.apply_chat_template(m, add_generation_prompt=True) for m in messages]
+    fits: dict[str, Fit] = {}
+    for temperature in temperatures:
+        sampler = Sampler(temp=temperature)
+        mx.random.seed(0)
+        texts = [
+            rounds.record(target, tokenizer, drafter, prompt, sampler, max_tokens)
+            for prompt in encoded
+        ]
+        fits[mode_of(sampler)] = rounds.calibrate(texts)
+    path = output or calibration_path(drafter)
+    save_calibrations(path, drafter, {mode: f.calibration for mode, f in fits.items()})
+    if as_json:
+        typer.echo(
+            json.dumps({"file": str(path), "modes": {m: report(f) for m, f in fits.items()}})
+        )
+    else:
+        for mode, one in fits.items():
+            show(mode, one)
+        typer.echo(f"Written to {path}")
+    if plot is not None:
+        draw(fits, plot)
+
+
+def numbers(value: str) -> list[float]:
+    try:
+        temperatures = [float(part) for part in value.split(",")]
+    except ValueError:
+        temperatures = [-1.0]
+    if min(temperatures) < 0:
+        raise InputError(f"--temps is {value!r}; it must be numbers from 0 on, by commas")
+    return temperatures
+
+
+def report(one: "Fit") -> dict[str, Any]:
+    return {
+        "rounds": one.calibration.rounds,
+        "temperatures": list(one.calibration.temperatures),
+        "biases": list(one.calibration.biases),
+        "ece_before": one.before.tolist(),
+        "ece_after": one.after.tolist(),
+    }
+
+
+def show(mode: str, one: "Fit") -> None:
+    """Each slot's T, b, and calibration error of the survival on held-out text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{mode}, {len(one.held_out.accepted)} held-out rounds", box=None)
+    for column in ("slot", "stood", "T", "b", "error before", "after"):
+        table.add_column(column, justify="right")
+    fitted = one.calibration
+    for slot in range(len(fitted.biases)):
+        table.add_row(
+            str(slot + 1),
+            f"{(one.held_out.accepted > slot).mean():.0%}",
+            f"{fitted.temperatures[slot]:.2f}",
+            f"{fitted.biases[slot]:+.2f}",
+            f"{one.before[slot]:.1%}",
+            f"{one.after[slot]:.1%}",
+        )
+    table.add_row("mean", "", "", "", f"{one.before.mean():.1%}", f"{one.after.mean():.1%}")
+    Console(highlight=False).print(table)
+
+
+def draw(fits: "dict[str, Fit]", path: Path) -> None:
+    """Survival as predicted against survival as it was, before and after, in 15 bins."""
+    import numpy as np
+
+    from dspine_mlx.calibration import BINS, sigmoid, uncalibrated
+
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise InputError("--plot needs matplotlib; install it with pip") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(fits), figsize=(4 * len(fits), 4), squeeze=False)
+    for ax, (mode, one) in zip(axes[0], fits.items(), strict=True):
+        slots = len(one.calibration.biases)
+        stood = (one.held_out.accepted[:, None] > np.arange(slots)).ravel()
+        ax.plot([0, 1], [0, 1], color="0.7")
+        for name, calibration in (("before", uncalibrated(slots)), ("after", one.calibration)):
+            chances = sigmoid(calibration.log_odds(one.held_out.evidence))
+            survival = np.cumprod(chances, axis=1).ravel()
+            bins = np.minimum((survival * BINS).astype(int), BINS - 1)
+            used = np.unique(bins)
+            means = [[x[bins == b].mean() for b in used] for x in (survival, stood)]
+            ax.plot(*means, marker="o", label=name)
+        ax.set(title=mode, xlabel="predicted to stand", ylabel="stood")
+        ax.legend()
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,286 @@
+"""The policy: its rules against brute force, and its behaviour on a clock that tests move."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import dspine_mlx
+from dspine_mlx.calibration import uncalibrated
+from dspine_mlx.costs import Costs, Curve
+from dspine_mlx.response import Statistics
+from dspine_mlx.sampling import Sampler
+from dspine_mlx.schedule import Auto, Fixed, Schedule, admitted, verify_length
+from dspine_mlx.selection import Draft
+from tests.bench.simulate import HERE, Machine, Trace, compare, curve_of, made_up, replay
+from tests.tiny import plain_steps, random_prompt, same_steps, scripted, tiny_dflash
+
+CURVES = {c["name"]: c for c in json.loads((HERE / "curves.json").read_text(encoding="utf-8"))}
+chance = st.floats(0.01, 0.99)
+rows = st.lists(st.floats(0.0, 2.0), min_size=7, max_size=7).map(lambda x: 1 + np.cumsum(x))
+
+
+@given(st.lists(chance, max_size=6), rows, st.floats(0.01, 5))
+def test_verify_length_is_the_best_of_all(
+    chances: list[float], seconds: np.ndarray, rate: float
+) -> None:
+    def value(length: int) -> float:
+        tokens = sum(np.prod(chances[:j]) for j in range(1, length + 1))
+        return float(tokens - rate * seconds[length])
+
+    best = verify_length(np.array(chances), seconds, rate)
+    assert value(best) == pytest.approx(max(value(n) for n in range(len(chances) + 1)))
+
+
+def test_a_step_in_the_costs_is_looked_across() -> None:
+    """No second token pays for the step to three rows alone, all that follow do."""
+    seconds = np.array([1.0, 1.0, 1.9, 1.9, 1.9, 1.9])
+    assert verify_length(np.full(5, 0.8), seconds, rate=1.0) == 5
+    assert verify_length(np.full(2, 0.8), seconds, rate=1.0) == 1
+    assert admitted(np.full(5, 0.8), np.full(5, 0.8), seconds, rate=1.0) == 5
+
+
+@given(st.lists(chance, min_size=1, max_size=6), rows, st.floats(0.01, 5))
+def test_admitted_is_the_best_length_where_the_future_is_as_usual(
+    chances: list[float], seconds: np.ndarray, rate: float
+) -> None:
+    c = np.array(chances)
+    gains = np.concatenate([[0.0], np.cumsum(np.cumprod(c))]) - rate * seconds[: len(c) + 1]
+    assert gains[admitted(c, c, seconds, rate)] == pytest.approx(gains.max())
+
+
+@given(
+    st.lists(chance, min_size=6, max_size=6),
+    st.lists(chance, min_size=6, max_size=6),
+    st.lists(chance, min_size=6, max_size=6),
+    rows,
+    st.floats(0.01, 5),
+    st.integers(1, 6),
+)
+def test_admitted_does_not_look_ahead_of_the_row(
+    chances: list[float],
+    others: list[float],
+    means: list[float],
+    seconds: np.ndarray,
+    rate: float,
+    k: int,
+) -> None:
+    """Whether row k is fed depends on the chances of slots 1 .. k + 1, known from x_1 .. x_k."""
+    changed = np.array(chances[: k + 1] + others[k + 1 :])
+    fed = [admitted(c, np.array(means), seconds, rate) >= k for c in (np.array(chances), changed)]
+    assert fed[0] == fed[1]
+
+
+def simulated(ease: float, informed: float = 1.0, texts: int = 3, slots: int = 7) -> list[Trace]:
+    return [made_up(400, slots, ease, seed, informed) for seed in range(texts)]
+
+
+@pytest.mark.parametrize("ease", [-3.0, 0.5, 2.5])
+@pytest.mark.parametrize("name", CURVES)
+def test_never_slower_and_as_good_as_the_best_fixed_length(name: str, ease: float) -> None:
+    speed = compare(simulated(ease), curve_of(CURVES[name], 7))
+    fixed = max(s for length, s in speed.items() if length != "auto")
+    assert speed["auto"] > 0.98
+    assert speed["auto"] > 0.96 * fixed
+
+
+def test_confidence_is_worth_something() -> None:
+    """Over the machines where drafting pays, chances that differ from block to block give more than
+    the best fixed length; without any information, about the same."""
+    gains: dict[float, list[float]] = {0.0: [], 1.0: []}
+    for informed in gains:
+        for name in ("M4 Pro, Qwen3.8-27B 4-bit", "M4 Max, Qwen3-8B 4-bit", "M5, Qwen3-8B 4-bit"):
+            speed = compare(simulated(1.5, informed), curve_of(CURVES[name], 7))
+            gains[informed].append(speed["auto"] / max(s for n, s in speed.items() if n != "auto"))
+    assert np.mean(gains[1.0]) > 1.04
+    assert 0.96 < np.mean(gains[0.0]) < 1.03
+
+
+@pytest.mark.parametrize("lie", [4.0, -4.0])
+def test_evidence_that_lies_is_seen_through(lie: float) -> None:
+    """Confidence far above or below the truth: corrected by what happens."""
+    curve = curve_of(CURVES["M4 Pro, Qwen3.8-27B 4-bit"], 7)
+    for ease in (-4.0, 1.5):
+        traces = [Trace(t.evidence + lie, t.stands) for t in simulated(ease)]
+        speed = compare(traces, curve)
+        assert speed["auto"] > 0.97 * max(speed.values())
+
+
+def offered(policy: Auto, trace: Trace, machine: Machine, start: int) -> list[int]:
+    """The lengths of a text's rounds."""
+    lengths: list[int] = []
+    learn = policy.learn
+
+    def note(accepted: int, offered: int) -> None:
+        lengths.append(offered)
+        learn(accepted, offered)
+
+    policy.learn = note  # type: ignore[method-assign]
+    replay(trace, policy, machine, start)
+    return lengths
+
+
+def test_blocks_shorten_as_the_context_grows() -> None:
+    """Rows whose cost grows with the depth; evidence and truth stay the same."""
+    width = np.arange(1, 9)
+    low, high = 1 + 0.02 * width, 1 + 0.3 * width
+    curve = Curve((0, 8000), (1.0, 1.0), (0.05, 0.05), (tuple(low), tuple(high)))
+    trace = made_up(600, 7, 1.5, 0)
+    means = []
+    for start in (0, 2000, 6000, 30000):
+        machine = Machine(curve)
+        auto = Auto(Costs(curve), uncalibrated(7), clock=lambda m=machine: m.now)  # type: ignore[misc]
+        lengths = offered(auto, trace, machine, start)
+        means.append(np.mean(lengths) if lengths else 0.0)
+    assert means[0] > means[1] > means[2] > means[3]
+    assert means[3] == 0  # one more row costs more than a token: plain decoding
+
+
+def test_costs_that_rise_are_followed_within_a_text() -> None:
+    """The machine becomes one where wide rows cost much more than measured."""
+    measured = curve_of(CURVES["M4 Pro, Qwen3.8-27B 4-bit"], 7)
+    real = curve_of(CURVES["M1, Qwen3-8B 4-bit"], 7)
+    machine = Machine(real)
+    auto = Auto(Costs(measured), uncalibrated(7), clock=lambda: machine.now)
+    seconds = [replay(made_up(500, 7, 1.0, s), auto, machine, 512) for s in range(4)]
+    plain = [replay(made_up(500, 7, 1.0, s), Fixed(0), machine, 512) for s in range(4)]
+    assert sum(plain) / sum(seconds) > 0.93
+    assert plain[-1] / seconds[-1] > 0.98
+
+
+def test_parks_when_the_text_turns_hard_and_resumes_when_it_turns_easy() -> None:
+    curve = curve_of(CURVES["M4 Max, Qwen3-8B 4-bit"], 7)
+    easy, hard = made_up(600, 7, 2.5, 1), made_up(600, 7, -5.0, 2)
+    evidence = np.concatenate([easy.evidence, hard.evidence, easy.evidence])
+    trace = Trace(evidence, np.concatenate([easy.stands, hard.stands, easy.stands]))
+    machine = Machine(curve)
+    lines: list[str] = []
+    auto = Auto(Costs(curve), uncalibrated(7), lines.append, lambda: machine.now)
+    replay(trace, auto, machine, 512)
+    done = auto.statistics
+    assert 500 < done.plain < 900
+    assert 1 <= done.probes <= 12
+    assert any(line.startswith("parked at") for line in lines)
+    assert not auto.parked
+    assert "parked for" in auto.verdict(2000)
+
+
+def test_a_hopeless_machine_is_never_probed() -> None:
+    rows = tuple(range(1, 17))
+    curve = Curve((64, 2048), (1.0, 1.0), (0.2, 0.2), (rows, rows))
+    machine = Machine(curve)
+    auto = Auto(Costs(curve), uncalibrated(15), clock=lambda: machine.now)
+    replay(made_up(300, 15, 4.0, 0), auto, machine, 64)
+    assert (auto.statistics.plain, auto.statistics.probes) == (300, 0)
+    assert "even if all 15 drafted tokens stood" in auto.verdict(364)
+
+
+def test_a_slow_reader_does_not_make_plain_decoding_look_slow() -> None:
+    curve = curve_of(CURVES["M4 Max, Qwen3-8B 4-bit"], 7)
+    now = 0.0
+    auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: now)
+    auto.begin(Statistics(), make_sampler(0), 512)
+    before = auto.costs.plain(512)
+    for _ in range(50):
+        now += 3.0
+        auto.plain(1, mx.array(0), now, 512)  # the token was there when it was asked for
+    assert auto.costs.plain(512) == before
+
+
+class Restless(Auto):
+    """Parks after two rounds, probes at once, and resumes whatever the probe says."""
+
+    def learn(self, accepted: int, offered: int) -> None:
+        super().learn(accepted, offered)
+        if self.rounds % 2:
+            self.park()
+
+    def park(self) -> None:
+        super().park()
+        self.countdown = 2
+
+    def hopeless(self, depth: int) -> bool:
+        return False
+
+    def judge(self, chances: np.ndarray, depth: int) -> None:
+        super().judge(chances, depth)
+        self.parked = False
+
+
+@pytest.mark.parametrize("sampler", [None, {"temp": 0.8}, {"temp": 1.0, "top_p": 0.8}])
+@pytest.mark.parametrize("kind", ["right", "now and then", "wrong", "random"])
+def test_text_is_the_targets_while_parking_and_resuming(
+    model: nn.Module, tokenizer: TokenizerWrapper, kind: str, sampler: dict[str, float] | None
+) -> None:
+    """Seeded text, token for token and logprob for logprob, with and without parking."""
+    prompt = random_prompt(17)
+
+    def options() -> dict[str, object]:
+        mx.random.seed(5)
+        return {"max_tokens": 60, "sampler": make_sampler(**sampler) if sampler else None}
+
+    plain = plain_steps(model, tokenizer, prompt, **options())
+    text = prompt + [token for token, _ in plain]
+    drafter = tiny_dflash(model) if kind == "random" else scripted(model, text, kind)
+    curve = Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), ((1e-3,) * 8, (1e-3,) * 8))
+    restless = Restless(Costs(curve), uncalibrated(7))
+    schedule = Schedule(Costs(curve), {}, policies={"greedy": restless})
+    object.__setattr__(drafter, "schedule", schedule)
+    responses = list(
+        dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options())  # type: ignore[arg-type]
+    )
+    assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+    done = responses[-1].statistics
+    assert done.plain > 3  # it was parked
+    assert done.rounds > 3  # and resumed
+    assert done.probes > 3
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 9, 20, 33])
+def test_caches_hold_the_text_wherever_it_ends(
+    model: nn.Module, tokenizer: TokenizerWrapper, stop_at: int
+) -> None:
+    prompt = random_prompt(17)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=40)
+    drafter = scripted(model, prompt + [t for t, _ in plain], "now and then")
+    curve = Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), ((1e-3,) * 8, (1e-3,) * 8))
+    restless = Restless(Costs(curve), uncalibrated(7))
+    object.__setattr__(
+        drafter, "schedule", Schedule(Costs(curve), {}, policies={"greedy": restless})
+    )
+    cache = make_prompt_cache(model)
+    generator = dspine_mlx.stream_generate(
+        model, tokenizer, prompt, drafter, max_tokens=40, prompt_cache=cache
+    )
+    for _ in range(stop_at):
+        next(generator)
+    generator.close()
+    assert {c.offset for c in cache} == {len(prompt) + stop_at}
+
+
+@settings(deadline=None, max_examples=4)
+@given(st.integers(0, 99))
+def test_sampled_drafts_are_watched_by_the_ratio(seed: int) -> None:
+    """A probe of a sampled draft counts min(1, p/q), whatever the plain token was."""
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet(np.ones(4)), rng.dirichlet(np.ones(3))
+    curve = Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 8, (1.0,) * 8))
+    auto = Auto(Costs(curve), uncalibrated(7))
+    auto.begin(Statistics(), Sampler(temp=1.0), 64)
+    draft = Draft(
+        mx.array([2] * 7),
+        mx.array([[1, 2, 3]] * 7),
+        mx.array(np.tile(q.astype(np.float32), (7, 1))),
+        mx.zeros(7),
+    )
+    auto.watch(draft)
+    auto.plain(0, mx.log(mx.array(p.astype(np.float32))), 0.0, 64)
+    stood = min(1.0, p[2] / q[1])
+    assert auto.belief.common == pytest.approx((stood - 0.5) / 1.25, abs=1e-4)

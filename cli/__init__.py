@@ -9,6 +9,7 @@ import typer
 from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
 from dspine_mlx.cli.generate import generate
+from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.errors import InputError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.command(context_settings=SETTINGS, add_help_option=False)(serve)
 
 
 def version(wanted: bool) -> None:

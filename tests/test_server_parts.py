@@ -1,0 +1,368 @@
+"""Parts of the server without a process: flags, self-check, grammar, prompt cache, metrics."""
+
+import json
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.server
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import dspine_mlx
+import dspine_mlx.server
+from dspine_mlx.errors import InputError
+from dspine_mlx.server.call import Call, Failed
+from dspine_mlx.server.compatibility import SEAMS, check_host
+from dspine_mlx.server.generator import check_prompt
+from dspine_mlx.server.grammar import Constraint, automaton, compile_format
+from dspine_mlx.server.metrics import Histogram, Metrics
+from dspine_mlx.server.options import Options, parse
+from dspine_mlx.server.prompt_cache import PromptCache
+from dspine_mlx.server.provider import context_length
+from dspine_mlx.server.validation import parse_body
+from tests.tiny import plain_steps, same_steps, scripted
+
+llguidance = pytest.importorskip("llguidance")
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+EOS = 2
+
+
+# ---- flags and self-check
+
+
+def test_flags_that_are_not_ours_are_left_to_mlx_lm() -> None:
+    ours = ["--verify-length", "4", "--speculate-up-to", "3", "--kernels", "off", "--no-profile"]
+    theirs = ["--model", "m", "--draft-model", "d", "--temp", "0.5", "--new-flag"]
+    options, rest = parse([*theirs, *ours])
+    assert rest == theirs
+    assert options == Options(verify_length=4, speculate_up_to=3, kernels=False, profile=False)
+    assert parse([])[0] == Options()
+
+
+def test_num_draft_tokens_means_the_verify_length() -> None:
+    options, rest = parse(["--num-draft-tokens", "5"])
+    assert (options.verify_length, rest) == (5, ["--num-draft-tokens", "5"])
+    assert parse(["--num-draft-tokens", "5", "--verify-length", "auto"])[0].verify_length == "auto"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--verify-length", "-1"], ["--speculate-up-to", "0"], ["--api-key", ""], ["--kernels", "no"]],
+)
+def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(flags)
+    assert stopped.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_an_mlx_lm_without_a_seam_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_host()
+    owner, _, attribute = name.rpartition(".")
+    part = getattr(mlx_lm.server, owner) if owner else mlx_lm.server
+    if attribute in vars(part):
+        monkeypatch.delattr(part, attribute)
+        with pytest.raises(InputError, match=f"has no mlx_lm.server.{name}; serving works with"):
+            check_host()
+    monkeypatch.setattr(part, attribute, lambda: None, raising=False)
+    if SEAMS[name]:
+        with pytest.raises(InputError, match=f"{name} without {SEAMS[name][0]}"):
+            check_host()
+
+
+def test_install_rebinds_the_servers_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ModelProvider", "run"):
+        monkeypatch.setattr(mlx_lm.server, name, getattr(mlx_lm.server, name))
+    dspine_mlx.server.install(Options(verify_length=3))
+    assert mlx_lm.server.ModelProvider.keywords["options"].verify_length == 3
+    assert mlx_lm.server.run.keywords["options"].verify_length == 3
+
+
+# ---- structured output
+
+
+def constrained(
+    tokenizer: TokenizerWrapper, response_format: Any = FORMAT, **options: Any
+) -> Constraint:
+    grammar = compile_format(response_format)
+    return Constraint(llguidance.LLMatcher(automaton(tokenizer), grammar), {EOS}, **options)
+
+
+def allowed(constraint: Constraint, tokens: list[int]) -> set[int]:
+    logits = constraint(mx.array(tokens), mx.zeros((1, 2048)))
+    return set(np.nonzero(np.isfinite(np.array(logits[0])))[0].tolist())
+
+
+def tokens_of(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+PROMPT = [5, 6, 7]
+VALID = '{"a": 12, "b": "yes"}'
+
+
+def test_the_grammar_allows_its_sentences_and_only_at_their_end_the_end(
+    tokenizer: TokenizerWrapper,
+) -> None:
+    constraint, text = constrained(tokenizer), tokens_of(tokenizer, VALID)
+    for n, token in enumerate(text):
+        following = allowed(constraint, PROMPT + text[:n])
+        assert token in following
+        assert EOS not in following
+        assert tokens_of(tokenizer, "]")[0] not in following
+    assert allowed(constraint, PROMPT + text) == {EOS}
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_rows_in_any_order_see_the_mask_of_their_own_text(
+    tokenizer: TokenizerWrapper, data: st.DataObject
+) -> None:
+    """Rounds come back to shorter texts after drafts were dropped, and rows follow wrong drafts."""
+    texts = [tokens_of(tokenizer, text) for text in (VALID, '{"a": 9, "b": "x"}', '{"a": -5')]
+    constraint = constrained(tokenizer)
+    allowed(constraint, PROMPT)
+    for _ in range(6):
+        text = data.draw(st.sampled_from(texts))
+        text = text[: data.draw(st.integers(0, len(text)))]
+        wrong = data.draw(st.lists(st.integers(3, 2047), max_size=2))
+        fresh = constrained(tokenizer)
+        allowed(fresh, PROMPT)
+        assert allowed(constraint, PROMPT + text + wrong) == allowed(fresh, PROMPT + text + wrong)
+        n = constraint.permitted(mx.array(PROMPT + text), wrong)
+        assert n == next(
+            (i for i, t in enumerate(wrong) if t not in allowed(fresh, PROMPT + text + wrong[:i])),
+            len(wrong),
+        )
+
+
+def test_drafts_are_cut_where_the_grammar_ends_them(tokenizer: TokenizerWrapper) -> None:
+    constraint, text = constrained(tokenizer), tokens_of(tokenizer, VALID)
+    allowed(constraint, PROMPT)
+    assert constraint.permitted(mx.array(PROMPT), [*text, EOS]) == len(text) + 1
+    assert constraint.permitted(mx.array(PROMPT), [*text[:-1], EOS]) == len(text) - 1
+    assert constraint.permitted(mx.array(PROMPT), [*text, 100]) == len(text)
+    assert constraint.permitted(mx.array(PROMPT + text[:4]), text[4:6]) == 2
+    assert constraint.permitted(mx.array(PROMPT), [100]) == 0
+
+
+def test_reasoning_and_tool_calls_come_before_the_grammar(tokenizer: TokenizerWrapper) -> None:
+    open_, close, tool = 900, 901, 902
+    think = (open_, (close,))
+    brace = tokens_of(tokenizer, "{")[0]
+    over = constrained(tokenizer, think=think)
+    assert allowed(over, PROMPT) == {brace}
+    possible = constrained(tokenizer, reasoning="possible", think=think, tool=tool)
+    assert allowed(possible, PROMPT) == {brace, open_, tool}
+    assert len(allowed(possible, [*PROMPT, open_, 50])) == 2048
+    assert allowed(possible, [*PROMPT, open_, 50, close]) == {brace, tool}
+    assert len(allowed(possible, [*PROMPT, tool, 60])) == 2048
+    inside = constrained(tokenizer, reasoning="inside", think=think)
+    assert len(allowed(inside, PROMPT)) == 2048
+    assert allowed(inside, [*PROMPT, 50, close]) == {brace}
+    assert inside.permitted(mx.array(PROMPT), [50, close, brace, 100]) == 3
+
+
+@pytest.mark.parametrize("script", ["right", "wrong", "now and then"])
+def test_structured_decoding_is_exact_with_a_drafter(
+    model: nn.Module, tokenizer: TokenizerWrapper, script: str
+) -> None:
+    """The very tokens and logprobs of masked plain decoding, greedy; forbidden drafts are cut."""
+    options: dict[str, Any] = {"max_tokens": 40}
+    plain = plain_steps(
+        model, tokenizer, PROMPT, logits_processors=[constrained(tokenizer)], **options
+    )
+    text = PROMPT + [token for token, _ in plain]
+    drafter = scripted(model, text + [0] * 8, script)
+    grammar = constrained(tokenizer)
+    responses = list(
+        dspine_mlx.stream_generate(
+            model,
+            tokenizer,
+            PROMPT,
+            drafter,
+            logits_processors=[grammar],
+            draft_filter=grammar.permitted,
+            **options,
+        )
+    )
+    assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+    assert tokenizer.decode(text[len(PROMPT) :]).startswith("{")
+    if script == "right":
+        assert responses[-1].accepted > 20
+    if script == "wrong":
+        assert responses[-1].drafted < 20  # of 7 a round
+
+
+@pytest.mark.parametrize(
+    ("response_format", "message"),
+    [
+        ("json", "must be text, json_object or json_schema"),
+        ({"type": "xml"}, "must be text, json_object or json_schema"),
+        ({"type": "json_schema", "json_schema": {"schema": 3}}, "needs json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}, "objekt"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"pattern": "(", "type": "string"}}},
+            "regex",
+        ),
+    ],
+)
+def test_bad_formats_are_refused(response_format: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compile_format(response_format)
+
+
+def test_text_needs_no_grammar() -> None:
+    assert compile_format(None) is None
+    assert compile_format({"type": "text"}) is None
+
+
+# ---- prompt cache
+
+
+def filled(rows: int) -> KVCache:
+    cache = KVCache()
+    keys = mx.arange(rows, dtype=mx.float32).reshape(1, 1, rows, 1)
+    cache.update_and_fetch(keys, keys)
+    return cache
+
+
+def prompt_cache() -> Any:
+    provider: Any = SimpleNamespace(target_caches=2)
+    return PromptCache(provider, 4, 1 << 40)
+
+
+def test_entries_are_shared_but_drafter_caches_are_not() -> None:
+    cache, tokens = prompt_cache(), [1, 2, 3, 4]
+    cache.insert_cache(("m", None, "a"), tokens, [filled(4) for _ in range(5)])
+    for draft, caches in (("a", 5), ("b", 2), (None, 2)):
+        found, rest = cache.fetch_nearest_cache(("m", None, draft), [*tokens, 5])
+        assert (len(found), rest) == (caches, [5])
+        assert [c.offset for c in found] == [4] * caches
+    assert cache.fetch_nearest_cache(("other", None, "a"), tokens) == (None, tokens)
+    assert cache.fetch_nearest_cache(("m", "adapter", "a"), tokens) == (None, tokens)
+
+
+@pytest.mark.parametrize("draft", ["a", None])
+def test_an_exact_hit_leaves_one_token(draft: str | None) -> None:
+    cache, tokens = prompt_cache(), [1, 2, 3, 4]
+    cache.insert_cache(("m", None, "a"), tokens, [filled(4) for _ in range(3)])
+    found, rest = cache.fetch_nearest_cache(("m", None, draft), tokens)
+    assert [c.offset for c in found] == [4 - len(rest)] * len(found)
+    assert rest == tokens[-len(rest) :]
+    found, rest = cache.fetch_nearest_cache(("m", None, draft), [1, 2, 9])
+    assert ([c.offset for c in found], rest) == ([2] * len(found), [9])
+
+
+def test_an_exact_hit_on_caches_that_can_not_be_trimmed() -> None:
+    cache, tokens = prompt_cache(), [1, 2, 3, 4]
+    cache.insert_cache(("m", None, None), tokens, [ArraysCache(1), ArraysCache(1)])
+    assert cache.fetch_nearest_cache(("m", None, None), tokens) == (None, tokens)
+    cache.insert_cache(("m", None, None), tokens[:2], [ArraysCache(1), ArraysCache(1)])
+    found, rest = cache.fetch_nearest_cache(("m", None, None), tokens)
+    assert (len(found), rest) == (2, [3, 4])
+
+
+# ---- the rest
+
+
+def test_histograms_are_cumulative() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert list(histogram.lines("h")) == [
+        'h_bucket{le="1"} 2',
+        'h_bucket{le="2"} 3',
+        'h_bucket{le="+Inf"} 4',
+        "h_sum 12",
+        "h_count 4",
+    ]
+
+
+def test_a_call_is_counted_with_its_statistics() -> None:
+    metrics, call = Metrics(), Call()
+    call.path, call.tokens = "speculative", 6
+    call.statistics.record(drafted=4, accepted=3)
+    call.statistics.record(drafted=4, accepted=1)
+    metrics.finish(call)
+    lost = Call()
+    lost.fail(Failed(503, "stopping"))
+    metrics.finish(lost)
+    text = metrics.text({"requests_queued": 2})
+    for line in (
+        'dspine_requests_total{path="speculative",status="200"} 1',
+        'dspine_requests_total{path="waiting",status="503"} 1',
+        'dspine_draft_tokens_total{kind="drafted"} 8',
+        'dspine_draft_tokens_total{kind="accepted"} 4',
+        'dspine_accepted_tokens_bucket{le="1"} 1',
+        "dspine_accepted_tokens_sum 4",
+        "dspine_requests_queued 2",
+    ):
+        assert line in text.splitlines()
+
+
+def test_a_call_travels_to_other_ranks_without_its_connection() -> None:
+    call = pickle.loads(pickle.dumps(Call(object(), 3, "grammar")))  # type: ignore[arg-type]
+    assert (call.connection, call.verify_length, call.grammar) == (None, 3, "grammar")
+    assert not call.disconnected()
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        (
+            {
+                "max_position_embeddings": 40960,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+    ],
+)
+def test_context_lengths(config: dict[str, Any], limit: int | None) -> None:
+    assert context_length(config) == limit
+
+
+def test_a_model_without_limits_takes_any_prompt() -> None:
+    arguments: Any = SimpleNamespace(
+        max_tokens=10**9,
+        logits=SimpleNamespace(logit_bias={5: 1.0}),
+        sampling=SimpleNamespace(top_k=10**6),
+    )
+    provider: Any = SimpleNamespace(context_length=None, vocab_size=None)
+    check_prompt([1], arguments, provider)
+    with pytest.raises(InputError, match="empty"):
+        check_prompt([], arguments, provider)
+
+
+@given(
+    st.dictionaries(
+        st.text(),
+        st.integers() | st.text() | st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    )
+)
+def test_json_bodies_come_through_unchanged(body: dict[str, Any]) -> None:
+    assert parse_body(json.dumps(body).encode()) == body

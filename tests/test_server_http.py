@@ -117,6 +117,26 @@ def test_openai_json_schema(client: Any, options: dict[str, Any]) -> None:
     assert reply.usage.model_extra["dspine"]["path"] == "speculative"
 
 
+def test_masked_tokens_have_logprobs_that_json_can_say(server: Server) -> None:
+    body = {"messages": HELLO, "response_format": FORMAT, "max_tokens": 4, "top_logprobs": 5}
+    content = server.request(CHAT, body).body["choices"][0]["logprobs"]["content"]
+    first = [token["logprob"] for token in content[0]["top_logprobs"]]  # only "{" may come
+    assert sorted(first)[:4] == [-9999.0] * 4
+    assert max(first) == 0
+
+
+def test_a_structured_stream(client: Any) -> None:
+    stream = client.chat.completions.create(
+        model="default_model",
+        messages=HELLO,
+        response_format={"type": "json_object"},
+        max_tokens=6,
+        stream=True,
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text.startswith("{")
+
+
 def test_structured_replies_are_those_without_a_drafter(server: Server) -> None:
     for seed in range(4):
         body = {"messages": HELLO, "response_format": FORMAT, "max_tokens": 80, "logprobs": True}

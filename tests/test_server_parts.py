@@ -2,6 +2,10 @@
 
 import json
 import pickle
+import socket
+from functools import partial
+from http.server import ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +26,7 @@ from dspine_mlx.server.call import Call, Failed
 from dspine_mlx.server.compatibility import SEAMS, check_host
 from dspine_mlx.server.generator import check_prompt
 from dspine_mlx.server.grammar import Constraint, automaton, compile_format
+from dspine_mlx.server.handler import Handler
 from dspine_mlx.server.metrics import Histogram, Metrics
 from dspine_mlx.server.options import Options, parse
 from dspine_mlx.server.prompt_cache import PromptCache
@@ -278,6 +283,23 @@ def test_an_exact_hit_on_caches_that_can_not_be_trimmed() -> None:
 
 
 # ---- the rest
+
+
+def test_a_body_that_does_not_arrive_gets_408() -> None:
+    generator: Any = SimpleNamespace(
+        options=Options(idle_timeout=0.05),
+        metrics=Metrics(),
+        cli_args=SimpleNamespace(allowed_origins="*"),
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, generator))
+    with server:
+        Thread(target=server.handle_request, daemon=True).start()
+        with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+            head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.split()[1] == b"408"
+    assert "in time" in json.loads(body)["error"]
+    assert 'dspine_requests_total{path="refused",status="408"} 1' in generator.metrics.text({})
 
 
 def test_histograms_are_cumulative() -> None:

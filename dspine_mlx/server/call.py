@@ -25,6 +25,7 @@ class Failed(Exception):
         self.status = status
 
 
+LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
 CLIENT_GONE = 499  # nginx's status for a client that closed the connection
 
 
@@ -116,6 +117,8 @@ class Reply:
             self.call.context = item
         elif isinstance(item, host.Response):
             self.call.tokens += 1
+            for token in item.top_tokens:  # a grammar's -inf is no JSON
+                token["logprob"] = max(token["logprob"], LEAST_LOGPROB)
             if self.call.first_token is None:
                 self.call.first_token = time.perf_counter() - self.call.started
         elif item is None or isinstance(item, Exception):

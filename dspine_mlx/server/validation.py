@@ -12,9 +12,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a request; numbers must be finite, which JSON's own are."""
     try:
         body = json.loads(raw.decode("utf-8"), parse_float=finite, parse_constant=finite)
+        json.dumps(body, ensure_ascii=False).encode()  # escapes can name half a surrogate pair
     except RecursionError as error:
         raise InputError("the request body is nested too deeply") from error
-    except ValueError as error:  # also JSONDecodeError and UnicodeDecodeError
+    except ValueError as error:  # also JSONDecodeError and UnicodeError
         raise InputError(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise InputError(f"the request body is a JSON {type(body).__name__}; it must be an object")
@@ -33,6 +34,8 @@ def check_body(body: dict[str, Any], path: str) -> None:
     for name in NUMBERS:
         if isinstance(body.get(name), bool):  # which Python takes for 0 and 1
             raise InputError(f"{name} is {shown(body[name])}; it must be a number")
+        if isinstance(body.get(name), int) and abs(body[name]) > LARGEST:
+            raise InputError(f"{name} is {shown(body[name])}, which is out of range")
     for name, check, wanted in CHECKS:
         if name in body and not check(body[name]):
             raise InputError(f"{name} is {shown(body[name])}; it must be {wanted}")
@@ -100,6 +103,7 @@ def is_object(value: Any) -> bool:
     return value is None or isinstance(value, dict)
 
 
+LARGEST = 1 << 53  # the whole numbers that JSON's other readers keep exact
 NUMBERS = (
     "max_tokens",
     "max_completion_tokens",

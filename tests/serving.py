@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from dspine_mlx.load import DEMO
 
+ALL = ("--verify-length", "16")  # drafting in every round, whether or not it pays here
 H, RANK = 64, 64
 TOOL_CALL = '{"name":"get_weather","arguments":{"city":"Paris"}}'
 UNICODE = "é😀你"
@@ -223,6 +224,13 @@ class Server:
             while chunk := connection.recv(1 << 16):
                 received += chunk
             return received
+
+
+def usage(server: Server, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    """Of a short reply."""
+    reply = server.request(path, {"prompt": "@long", "max_tokens": 12} | body)
+    assert reply.status == 200, reply
+    return reply.body["usage"]
 
 
 def free_port() -> int:

@@ -17,10 +17,9 @@ from dspine_mlx.config import DrafterConfig
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.load import DEMO
 from tests.families import FAMILIES, SIZES, build, drafter_config
-from tests.serving import Reply, Server, scripted_pair, serving
+from tests.serving import ALL, Reply, Server, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-ALL = ("--verify-length", "16")  # drafting in every round, whether or not it pays here
 Body = dict[str, Any]
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
@@ -129,15 +128,10 @@ def converse(server: Server, opening: str, turns: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return scripted_pair(tmp_path_factory.mktemp("scripted"))
-
-
-@pytest.fixture(scope="module")
 def servers(
-    scripted: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    scripted: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Server]]:
-    target, drafter = map(str, scripted)
+    target, drafter = scripted
     folder = tmp_path_factory.mktemp("servers")
     flags = ("--model", target, "--draft-model", drafter, *ALL)
     with (

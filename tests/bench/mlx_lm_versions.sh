@@ -11,6 +11,6 @@ for version in "${@:-0.32.0 0.32.2}"; do
         "$folder/$v/bin/pip" install -q '.[cpu,server]' 'pytest>=8' 'hypothesis>=6.100' 'openai>=2' "mlx-lm==$v"
         "$folder/$v/bin/pip" uninstall -q -y dspine-mlx  # the tests run on the checkout
         echo "mlx-lm $v"
-        "$folder/$v/bin/python" -m pytest -q tests/test_server.py tests/test_server_http.py tests/test_server_parts.py
+        "$folder/$v/bin/python" -m pytest -q tests/test_server*.py
     done
 done

@@ -116,6 +116,7 @@ def test_structured_replies_are_those_without_a_drafter(server: Server) -> None:
         assert plain["usage"]["dspine"]["path"] == "plain"
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 def test_curl(server: Server) -> None:
     url = f"http://127.0.0.1:{server.port}{COMPLETIONS}"
     body = json.dumps({"prompt": "@unicode", "max_tokens": 20})

@@ -37,7 +37,7 @@ def test_flags_that_are_not_ours_are_left_to_mlx_lm() -> None:
     theirs = ["--model", "m", "--draft-model", "d", "--temp", "0.5", "--new-flag"]
     options, rest = parse([*theirs, *ours])
     assert rest == theirs
-    assert options == Options(verify_length=4, speculate_up_to=3, kernels=False, profile=False)
+    assert options == Options(verify_length=4, speculate_up_to=3, kernels="off", profile=False)
     assert parse([])[0] == Options()
 
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +51,7 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
         return generator.join()
     if options.api_key is None and address not in LOOPBACK:
         logging.warning(f"anyone who reaches {address}:{port} can use this server: set --api-key")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    on_sigterm(signal.default_int_handler)
     try:
         host._run_http_server(address, port, generator, server_for(generator), Handler)
     except KeyboardInterrupt:
@@ -62,6 +63,11 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
     finally:
         stop(generator)
     return None
+
+
+def on_sigterm(handler: Any) -> None:
+    if current_thread() is main_thread():  # elsewhere, signals are the host program's
+        signal.signal(signal.SIGTERM, handler)
 
 
 class GenerationEnded(RuntimeError):
@@ -86,7 +92,7 @@ def server_for(generator: ResponseGenerator) -> type[ThreadingHTTPServer]:
 
 def stop(generator: ResponseGenerator) -> None:
     """End the round that runs, then give waiting clients a moment to be told."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    on_sigterm(signal.SIG_IGN)
     generator.stop_and_join()
     deadline = time.monotonic() + LAST_WORDS
     while generator.handlers and time.monotonic() < deadline:

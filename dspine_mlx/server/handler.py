@@ -214,9 +214,9 @@ class Handler(host.APIHandler):
         )
 
 
-def kernels(wanted: bool) -> dict[str, bool | str]:
+def kernels(mode: str) -> dict[str, bool | str]:
     """Whether Metal kernels are on, and why or why not."""
-    if not wanted:
+    if mode == "off":
         return {"on": False, "why": "switched off by --kernels off"}
     if not mx.metal.is_available():
         return {"on": False, "why": "this machine has no Metal; plain MLX operations are used"}

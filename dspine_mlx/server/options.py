@@ -11,7 +11,7 @@ MEGABYTE = 1 << 20
 class Options:
     verify_length: int | str = "auto"  # drafted tokens a round, unless a request says otherwise
     speculate_up_to: int = 1  # requests in the house while drafting still pays; more are batched
-    kernels: bool = True
+    kernels: str = "auto"  # or "off"
     profile: bool = True
     api_key: str | None = None
     max_request_bytes: int = 8 * MEGABYTE
@@ -108,7 +108,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
     options = Options(
         verify_length="auto" if length is None else length,
         speculate_up_to=known.speculate_up_to,
-        kernels=known.kernels == "auto",
+        kernels=known.kernels,
         profile=not known.no_profile,
         api_key=known.api_key,
         max_request_bytes=known.max_request_mb * MEGABYTE,

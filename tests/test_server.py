@@ -1,6 +1,7 @@
 """mlx_lm.server with and without drafting give the same replies: separate processes on loopback."""
 
 import json
+import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dspine_mlx.config import DrafterConfig
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.load import DEMO
 from tests.families import FAMILIES, SIZES, build, drafter_config
 from tests.serving import ALL, Reply, Server, serving
+from tests.tiny import plain_steps
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Body = dict[str, Any]
@@ -183,15 +187,37 @@ def test_the_pair_that_ships_gives_the_stock_replies(tmp_path: Path) -> None:
     assert done["accepted"] > 0
 
 
-def hybrid_pair(folder: Path) -> tuple[str, str]:
-    """A target with recurrent layers, whose caches can't be trimmed, and a drafter for it."""
-    model = build("qwen3_5")
-    target, drafter = folder / "hybrid", folder / "hybrid drafter"
+def test_prompts_decoded_in_any_way_share_one_cache(tmp_path: Path) -> None:
+    """A conversation that grows and is cut back, each turn decoded in another way, against mlx-lm
+    in this process, which caches nothing. (The scripted target would not notice a wrong cache.)"""
+    model = build("qwen3")
+    target, drafter, tokenizer = save_pair(tmp_path, "qwen3", model)
+    other = str(shutil.copytree(drafter, tmp_path / "other"))
+    ways: list[Body] = [{}, {"draft_model": None}, {"draft_model": None, "seed": 1}]
+    ways += [{"verify_length": 1}, {"draft_model": other}, {"verify_length": "auto"}]
+    rng, prompt, cached = random.Random(5), PROBLEM, 0
+    flags = ("--model", target, "--draft-model", drafter, *ALL)
+    with serving("dspine_mlx.server", tmp_path, *flags) as ours:
+        for turn in range(24):
+            body = {"prompt": prompt, "max_tokens": 6, "logprobs": True} | ways[turn % len(ways)]
+            reply = ours.request(COMPLETIONS, body).body
+            ids = [token["id"] for token in reply["choices"][0]["logprobs"]["content"]]
+            plain = plain_steps(model, tokenizer, tokenizer.encode(prompt), max_tokens=6)
+            assert ids == [token for token, _ in plain], (turn, body)
+            cached += reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            kept = rng.choice([len(prompt), len(prompt), rng.randrange(10, len(prompt))])
+            prompt = prompt[:kept] + rng.choice([" and", " more", " apples?", " 7"])
+    assert cached > 20
+
+
+def save_pair(folder: Path, name: str, model: nn.Module) -> tuple[str, str, TokenizerWrapper]:
+    """A family's model with the demo's tokenizer, and a drafter for it that knows nothing."""
+    target, drafter = folder / "target", folder / "drafter"
     shutil.copytree(DEMO / "target", target, ignore=shutil.ignore_patterns("model*"))
-    write(target, {"model_type": "qwen3_5", "eos_token_id": 2} | SIZES | FAMILIES["qwen3_5"], model)
+    write(target, {"model_type": name, "eos_token_id": 2} | SIZES | FAMILIES[name], model)
     config = asdict(drafter_config(model))
     write(drafter, config, DFlash(DrafterConfig.from_dict(config)))
-    return str(target), str(drafter)
+    return str(target), str(drafter), load_tokenizer(target, eos_token_ids=[2])
 
 
 def write(folder: Path, config: Body, model: nn.Module) -> None:
@@ -200,8 +226,8 @@ def write(folder: Path, config: Body, model: nn.Module) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
 
 
-def test_a_hybrid_target_finds_its_prefix_too(tmp_path: Path) -> None:
-    target, drafter = hybrid_pair(tmp_path)
+def test_a_target_that_can_not_trim_finds_its_prefix_too(tmp_path: Path) -> None:
+    target, drafter, _ = save_pair(tmp_path, "qwen3_5", build("qwen3_5"))
     flags = ("--model", target, "--draft-model", drafter, *ALL)
     with (
         serving("mlx_lm.server", tmp_path, "--model", target) as plain,

@@ -165,6 +165,7 @@ def test_a_call_is_counted_with_its_statistics() -> None:
     call.path, call.tokens = "speculative", 6
     call.statistics.record(drafted=4, accepted=3)
     call.statistics.record(drafted=4, accepted=1)
+    call.statistics.plain = 3
     metrics.finish(call)
     lost = Call()
     lost.fail(Failed(503, "stopping"))
@@ -178,6 +179,7 @@ def test_a_call_is_counted_with_its_statistics() -> None:
         'dspine_accepted_tokens_bucket{le="1"} 1',
         "dspine_accepted_tokens_sum 4",
         "dspine_requests_queued 2",
+        "dspine_parked_share 0.5",
     ):
         assert line in text.splitlines()
 

@@ -72,7 +72,9 @@ class Metrics:
 
     def text(self, gauges: Mapping[str, float]) -> str:
         with self.lock:
-            return "\n".join([*self.lines(), *self.gauges(gauges)]) + "\n"
+            share = self.tokens["parked"] / max(1, self.tokens["speculative"])
+            lines = [*self.lines(), *self.gauges({**gauges, "parked_share": share})]
+        return "\n".join(lines) + "\n"
 
     def lines(self) -> Iterator[str]:
         yield from head("requests_total", "counter", "Requests by decoding path and HTTP status.")

@@ -12,6 +12,7 @@ from dspine_mlx.cli.calibrate import calibrate
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
+from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.errors import InputError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command()(convert)
 app.command()(inspect)
 app.command()(bench)
 app.command()(calibrate)
+app.command(context_settings=SETTINGS, add_help_option=False)(serve)
 
 
 def version(wanted: bool) -> None:

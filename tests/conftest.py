@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from dspine_mlx import costs
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.load import DEMO
+from tests.serving import ALL, Server, scripted_pair, serving
 from tests.tiny import tiny_target
 
 mx.disable_compile()  # on the CPU every compiled shape costs seconds of g++
@@ -24,6 +26,21 @@ def tokenizer() -> TokenizerWrapper:
 @pytest.fixture(scope="session")
 def model() -> nn.Module:
     return tiny_target()
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target whose replies are scripted and of a drafter that knows them."""
+    target, drafter = scripted_pair(tmp_path_factory.mktemp("pair"))
+    return str(target), str(drafter)
+
+
+@pytest.fixture(scope="session")
+def server(scripted: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Our server with that pair."""
+    flags = ("--model", scripted[0], "--draft-model", scripted[1], "--max-request-mb", "4", *ALL)
+    with serving("dspine_mlx.server", tmp_path_factory.mktemp("server"), *flags) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,105 @@
+"""Rebinding mlx_lm.server's globals, and running it."""
+
+import logging
+import signal
+import sys
+import time
+from argparse import Namespace
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub.constants import HF_HUB_CACHE
+from mlx_lm import server as host
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.server.generator import ResponseGenerator
+from dspine_mlx.server.handler import Handler
+from dspine_mlx.server.options import Options
+from dspine_mlx.server.prompt_cache import PromptCache
+from dspine_mlx.server.provider import Provider
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LAST_WORDS = 0.5  # seconds for waiting clients to be told that the server stops
+
+
+def bind(options: Options) -> None:
+    host.ModelProvider = partial(Provider, options=options)
+    host.run = partial(run, options=options)
+
+
+def serve(options: Options, arguments: list[str]) -> None:
+    """mlx_lm.server's main on its own flags."""
+    bind(options)
+    sys.argv = ["dspine-mlx serve", *arguments]
+    host.main()
+
+
+def run(address: str, port: int, provider: Provider, *, options: Options) -> None:
+    """mlx_lm.server's run with our parts; returns after SIGINT or SIGTERM.
+
+    `InputError` if the models that the command line names can't be loaded.
+    """
+    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # /v1/models fails without
+    prompt_cache = PromptCache(provider, *cache_limits(provider.cli_args))
+    generator = ResponseGenerator(provider, prompt_cache, options)
+    host.stream_generate = generator.stream_generate
+    if mx.distributed.init().rank() > 0:
+        return generator.join()
+    if options.api_key is None and address not in LOOPBACK:
+        logging.warning(f"anyone who reaches {address}:{port} can use this server: set --api-key")
+    on_sigterm(signal.default_int_handler)
+    try:
+        host._run_http_server(address, port, generator, server_for(generator), Handler)
+    except KeyboardInterrupt:
+        pass  # before the server loop, which catches its own
+    except GenerationEnded as ended:
+        raise InputError(generator.load_failure) if generator.load_failure else ended from None
+    except OSError as error:
+        raise InputError(f"can't listen on {address}:{port}: {error.strerror}") from error
+    finally:
+        stop(generator)
+    return None
+
+
+def on_sigterm(handler: Any) -> None:
+    if current_thread() is main_thread():  # elsewhere, signals are the host program's
+        signal.signal(signal.SIGTERM, handler)
+
+
+class GenerationEnded(RuntimeError):
+    """The generation thread is no more, so there is nothing left to serve."""
+
+
+def server_for(generator: ResponseGenerator) -> type[ThreadingHTTPServer]:
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def service_actions(self) -> None:
+            if not generator.generation_available():
+                raise GenerationEnded("the generation thread ended; the log above says why")
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exc_info()[1], OSError):
+                logging.exception(f"a request of {client_address} failed")
+
+    return Server
+
+
+def stop(generator: ResponseGenerator) -> None:
+    """End the round that runs, then give waiting clients a moment to be told."""
+    on_sigterm(signal.SIG_IGN)
+    generator.stop_and_join()
+    deadline = time.monotonic() + LAST_WORDS
+    while generator.handlers and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def cache_limits(cli_args: Namespace) -> tuple[int, int]:
+    """Sequences and bytes; mlx_lm's own run limits the bytes only while it batches."""
+    size = cli_args.prompt_cache_bytes
+    return cli_args.prompt_cache_size, (1 << 63) if size is None else size

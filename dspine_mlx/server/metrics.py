@@ -1,0 +1,116 @@
+"""What the server has done so far, in Prometheus' text format (version 0.0.4)."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from threading import Lock
+
+import mlx.core as mx
+
+from dspine_mlx.server.call import Call
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+ACCEPTED = tuple(float(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15))
+
+
+class Histogram:
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def lines(self, name: str) -> Iterator[str]:
+        total = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            le = "+Inf" if bound == float("inf") else f"{bound:g}"
+            yield f'{name}_bucket{{le="{le}"}} {total}'
+        yield f"{name}_sum {self.sum:.9g}"
+        yield f"{name}_count {total}"
+
+
+class Metrics:
+    """Counters that only grow; `finish` takes in a call when its HTTP thread lets go of it."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.drafts: Counter[str] = Counter()
+        self.accepted = Histogram(ACCEPTED)
+        self.rounds, self.first_token = Histogram(SECONDS), Histogram(SECONDS)
+
+    def refuse(self, status: int) -> None:
+        """A request that never reached the generator."""
+        with self.lock:
+            self.requests["refused", status] += 1
+
+    def finish(self, call: Call) -> None:
+        with self.lock:
+            self.requests[call.path, call.failure.status if call.failure else 200] += 1
+            if call.context is not None:
+                cached = max(0, call.context.prompt_cache_count)
+                self.tokens["prompt"] += len(call.prompt)
+                self.tokens["cached"] += cached
+            self.tokens["generated"] += call.tokens
+            if call.path == "speculative":
+                self.tokens["speculative"] += call.tokens
+                self.tokens["parked"] += call.statistics.plain
+            self.drafts["drafted"] += call.statistics.drafted
+            self.drafts["accepted"] += call.statistics.accepted
+            for accepted, rounds in call.statistics.accepted_histogram.items():
+                self.accepted.observe(accepted, rounds)
+            for seconds in call.round_seconds:
+                self.rounds.observe(seconds)
+            if call.first_token is not None:
+                self.first_token.observe(call.first_token)
+
+    def text(self, gauges: Mapping[str, float]) -> str:
+        with self.lock:
+            share = self.tokens["parked"] / max(1, self.tokens["speculative"])
+            lines = [*self.lines(), *self.gauges({**gauges, "parked_share": share})]
+        return "\n".join(lines) + "\n"
+
+    def lines(self) -> Iterator[str]:
+        yield from head("requests_total", "counter", "Requests by decoding path and HTTP status.")
+        for (path, status), n in sorted(self.requests.items()):
+            yield f'dspine_requests_total{{path="{path}",status="{status}"}} {n}'
+        yield from head(
+            "tokens_total",
+            "counter",
+            "Tokens of prompts, found in the cache, "
+            "generated; of these, with a drafter and, of these, while it was parked.",
+        )
+        for kind in ("prompt", "cached", "generated", "speculative", "parked"):
+            yield f'dspine_tokens_total{{kind="{kind}"}} {self.tokens[kind]}'
+        yield from head("draft_tokens_total", "counter", "Tokens offered to the target, and kept.")
+        for kind in ("drafted", "accepted"):
+            yield f'dspine_draft_tokens_total{{kind="{kind}"}} {self.drafts[kind]}'
+        for name, histogram, text in (
+            ("accepted_tokens", self.accepted, "Drafted tokens that stood, per round."),
+            ("round_seconds", self.rounds, "Time of a round: draft, verify, send."),
+            ("first_token_seconds", self.first_token, "Time from request to first token."),
+        ):
+            yield from head(name, "histogram", text)
+            yield from histogram.lines(f"dspine_{name}")
+
+    @staticmethod
+    def gauges(gauges: Mapping[str, float]) -> Iterator[str]:
+        memory = {
+            "memory_active_bytes": mx.get_active_memory(),
+            "memory_cache_bytes": mx.get_cache_memory(),
+            "memory_peak_bytes": mx.get_peak_memory(),
+        }
+        for name, value in {**gauges, **memory}.items():
+            yield from head(name, "gauge", name.replace("_", " ").capitalize() + ".")
+            yield f"dspine_{name} {value:.9g}"
+
+
+def head(name: str, kind: str, text: str) -> Iterator[str]:
+    yield f"# HELP dspine_{name} {text}"
+    yield f"# TYPE dspine_{name} {kind}"

@@ -1,0 +1,116 @@
+"""The flags that `dspine-mlx serve` adds to mlx_lm.server's."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    verify_length: int | str = "auto"  # drafted tokens a round, unless a request says otherwise
+    speculate_up_to: int = 1  # requests in the house while drafting still pays; more are batched
+    kernels: str = "auto"  # or "off"
+    profile: bool = True
+    api_key: str | None = None
+    max_request_bytes: int = 8 * MEGABYTE
+    idle_timeout: float = 60.0  # seconds a client may take over one read or write
+
+
+def verify_length(text: str) -> int | str:
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a number of tokens")
+
+
+def api_key(text: str) -> str:
+    """A key, or @FILE to read it from a file, which keeps it out of the process list."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"can't read {text[1:]}: {error.strerror}") from error
+    if not text:
+        raise argparse.ArgumentTypeError("the key is empty")
+    return text
+
+
+def positive(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="dspine-mlx serve",
+        usage="%(prog)s --model MODEL [--draft-model DRAFTER] [flags below and of mlx_lm.server]",
+        description="mlx_lm.server with a DSpine, DSpark or DFlash drafter as its --draft-model.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    flags.add_argument(
+        "--verify-length",
+        type=verify_length,
+        metavar="N",
+        help="drafted tokens offered to the target per round: auto (default) or a number; 0 turns "
+        "drafting off. A request's own verify_length comes first",
+    )
+    flags.add_argument("--num-draft-tokens", type=int, help="mlx_lm's name for --verify-length")
+    flags.add_argument(
+        "--speculate-up-to",
+        type=positive,
+        metavar="N",
+        default=Options.speculate_up_to,
+        help="draft while at most N requests are waiting or running; more are decoded together, "
+        "in batches without drafting (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--kernels",
+        choices=["auto", "off"],
+        default="auto",
+        help="Metal kernels: auto (where there is Metal and they pass their check) or off",
+    )
+    flags.add_argument(
+        "--no-profile",
+        action="store_true",
+        help="don't measure what verify rows cost on this machine when the model is loaded",
+    )
+    flags.add_argument(
+        "--api-key",
+        type=api_key,
+        metavar="KEY",
+        help="ask for 'Authorization: Bearer KEY' on every route but /health; @FILE reads the key "
+        "from a file",
+    )
+    flags.add_argument(
+        "--max-request-mb",
+        type=positive,
+        metavar="MB",
+        default=Options.max_request_bytes // MEGABYTE,
+        help="refuse larger request bodies (default: %(default)s)",
+    )
+    return flags
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
+    """Our options, and the flags that are mlx_lm.server's to judge."""
+    flags = parser()
+    known, rest = flags.parse_known_args(arguments)
+    if {"-h", "--help"} & set(rest):
+        print(flags.format_help())
+    length = known.verify_length
+    if known.num_draft_tokens is not None:
+        rest += ["--num-draft-tokens", str(known.num_draft_tokens)]
+        if length is None:
+            length = max(0, known.num_draft_tokens)
+    options = Options(
+        verify_length="auto" if length is None else length,
+        speculate_up_to=known.speculate_up_to,
+        kernels=known.kernels,
+        profile=not known.no_profile,
+        api_key=known.api_key,
+        max_request_bytes=known.max_request_mb * MEGABYTE,
+    )
+    return options, rest

@@ -160,11 +160,16 @@ def test_histograms_are_cumulative() -> None:
     ]
 
 
+def block(accepted: int) -> list[tuple[int, mx.array, bool]]:
+    """Tokens of a round: the drafted ones that stood, and the target's own."""
+    return [(7, mx.zeros(1), i < accepted) for i in range(accepted + 1)]
+
+
 def test_a_call_is_counted_with_its_statistics() -> None:
     metrics, call = Metrics(), Call()
     call.path, call.tokens = "speculative", 6
-    call.statistics.record(drafted=4, accepted=3)
-    call.statistics.record(drafted=4, accepted=1)
+    call.statistics.record(4, block(accepted=3))
+    call.statistics.record(4, block(accepted=1))
     call.statistics.plain = 3
     metrics.finish(call)
     lost = Call()

@@ -10,6 +10,7 @@ from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
 from dspine_mlx.cli.calibrate import calibrate
 from dspine_mlx.cli.convert import convert
+from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
 from dspine_mlx.cli.serve import SETTINGS, serve
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(convert)
 app.command()(inspect)
 app.command()(bench)
+app.command()(doctor)
 app.command()(calibrate)
 app.command(context_settings=SETTINGS, add_help_option=False)(serve)
 

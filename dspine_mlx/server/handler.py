@@ -11,6 +11,7 @@ import mlx_lm
 from mlx_lm import server as host
 
 import dspine_mlx
+from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.server.call import CLIENT_GONE, Call, Failed, serving
 from dspine_mlx.server.generator import ResponseGenerator
@@ -192,7 +193,7 @@ class Handler(host.APIHandler):
             "draft_model": draft,
             "drafter": type(drafter).__name__ if drafter is not None else None,
             "verify_length": self.options.verify_length,
-            "kernels": kernels(self.options.kernels),
+            "kernels": kernels(self.options.kernels, drafter),
             "requests": len(generator.calls),
             "versions": {
                 "dspine_mlx": dspine_mlx.__version__,
@@ -214,10 +215,15 @@ class Handler(host.APIHandler):
         )
 
 
-def kernels(mode: str) -> dict[str, bool | str]:
-    """Whether Metal kernels are on, and why or why not."""
+def kernels(mode: str, drafter: DFlash | None) -> dict[str, Any]:
+    """Whether Metal kernels are on, why or why not, and what their checks said."""
+    checks = drafter.kernels.report()["checks"] if drafter is not None else []
     if mode == "off":
-        return {"on": False, "why": "switched off by --kernels off"}
-    if not mx.metal.is_available():
-        return {"on": False, "why": "this machine has no Metal; plain MLX operations are used"}
-    return {"on": True, "why": "Metal is available"}
+        why = "switched off by --kernels off"
+    elif not mx.metal.is_available():
+        why = "this machine has no Metal; plain MLX operations are used"
+    elif drafter is None:
+        why = "no drafter is loaded"
+    else:
+        return {"on": True, "why": "each kernel that passes its check runs", "checks": checks}
+    return {"on": False, "why": why, "checks": checks}

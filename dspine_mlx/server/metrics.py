@@ -84,7 +84,7 @@ class Metrics:
             "tokens_total",
             "counter",
             "Tokens of prompts, found in the cache, "
-            "generated; of these, with a drafter and, of these, while it was parked.",
+            "generated; of these, of requests with a drafter and, of these, decoded without a draft.",
         )
         for kind in ("prompt", "cached", "generated", "speculative", "parked"):
             yield f'dspine_tokens_total{{kind="{kind}"}} {self.tokens[kind]}'

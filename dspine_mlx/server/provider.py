@@ -78,7 +78,7 @@ class Provider(host.ModelProvider):
         if path not in self.drafters:
             self.drafters = {}
             mx.clear_cache()
-            drafter = load_drafter(path, self.model)
+            drafter = load_drafter(path, self.model, kernels=self.options.kernels)
             auto = self.options.verify_length == "auto"
             prepare(drafter, profile=self.options.profile and auto)
             self.drafters = {path: drafter}

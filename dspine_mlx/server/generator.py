@@ -271,10 +271,11 @@ def observed(tokens: Iterator[GenerationResponse], call: Call) -> Iterator[Gener
     for response in tokens:
         if call.path == "speculative":
             call.statistics = response.statistics
+            now = time.perf_counter()
             if response.statistics.rounds > rounds:
-                now = time.perf_counter()
                 call.round_seconds.append(now - call.round_started)
-                rounds, call.round_started = response.statistics.rounds, now
+                rounds = response.statistics.rounds
+            call.round_started = now
         yield response
         if call.failure is not None:
             return

@@ -83,8 +83,8 @@ class Metrics:
         yield from head(
             "tokens_total",
             "counter",
-            "Tokens of prompts, found in the cache, "
-            "generated; of these, of requests with a drafter and, of these, decoded without a draft.",
+            "Tokens of prompts; found in the cache; generated, thereof in requests with a drafter, "
+            "thereof without a draft.",
         )
         for kind in ("prompt", "cached", "generated", "speculative", "parked"):
             yield f'dspine_tokens_total{{kind="{kind}"}} {self.tokens[kind]}'
@@ -93,7 +93,7 @@ class Metrics:
             yield f'dspine_draft_tokens_total{{kind="{kind}"}} {self.drafts[kind]}'
         for name, histogram, text in (
             ("accepted_tokens", self.accepted, "Drafted tokens that stood, per round."),
-            ("round_seconds", self.rounds, "Time of a round: draft, verify, send."),
+            ("round_seconds", self.rounds, "Time from one block's last token to the next block."),
             ("first_token_seconds", self.first_token, "Time from request to first token."),
         ):
             yield from head(name, "histogram", text)

@@ -57,6 +57,7 @@ WRONG: dict[str, tuple[int, str, Any]] = {
     "xtc": (400, COMPLETIONS, {"prompt": "a", "xtc_probability": 0.5, "xtc_threshold": 0.9}),
     "seed": (400, COMPLETIONS, {"prompt": "a", "seed": -1}),
     "a biased token": (400, COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}),
+    "a bias of nothing": (400, COMPLETIONS, {"prompt": "a", "logit_bias": {"5": None}}),
     "a bias of words": (400, COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}),
     "verify_length": (400, COMPLETIONS, {"prompt": "a", "verify_length": -1}),
     "stream_options": (400, COMPLETIONS, {"prompt": "a", "stream_options": "usage"}),

@@ -99,7 +99,7 @@ class Handler(host.APIHandler):
     def validate_model_parameters(self) -> None:
         try:
             super().validate_model_parameters()
-        except ValueError as error:  # mlx-lm 0.32.0 does not catch its own
+        except (TypeError, ValueError) as error:  # mlx-lm catches not all of its own
             raise InputError(str(error)) from error
 
     def authorized(self) -> bool:

@@ -61,13 +61,13 @@ def test_greedy_text_is_mlx_lms(tokenizer: TokenizerWrapper, family: str, bits: 
     scripts = list(SCRIPTS)
     script = scripts[(list(FAMILIES).index(family) + (bits or 0)) % len(scripts)]
     drafters: list[DFlash] = [scripted_drafter(model, prompt + plain, script, block_size=16)]
-    if bits is None:
+    if bits is None and family in HYBRIDS:
         drafters.append(random_drafter(model, block_size=4))
     for drafter in drafters:
         assert drafted(model, tokenizer, prompt, drafter, max_tokens=20) == plain
 
 
-@pytest.mark.parametrize("taken", [1, 4, 9])
+@pytest.mark.parametrize("taken", [1, 4])
 @pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss", "llama4"])
 def test_second_turn_after_an_early_close(
     tokenizer: TokenizerWrapper, family: str, taken: int
@@ -145,7 +145,7 @@ class Broken:
         return logits
 
 
-@pytest.mark.parametrize("n", [1, 3, 11, 24])
+@pytest.mark.parametrize("n", [1, 11])
 @pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "jamba", "falcon_h1"])
 def test_an_exception_between_verify_and_accept(
     tokenizer: TokenizerWrapper, family: str, n: int
@@ -205,8 +205,8 @@ def test_a_measured_verify_step_pays_for_the_way_back(
     )
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
-@pytest.mark.parametrize("size", [8, 16, 20])
+@pytest.mark.parametrize("kind", ["right", "wrong", "now and then"])
+@pytest.mark.parametrize("size", [8, 20])
 def test_max_kv_size_with_drafting(tokenizer: TokenizerWrapper, size: int, kind: str) -> None:
     """The limit is reached in the prompt, in the text, and inside a block."""
     model = model_of("qwen3")
@@ -219,7 +219,7 @@ def test_max_kv_size_with_drafting(tokenizer: TokenizerWrapper, size: int, kind:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "nemotron_h"])
-@pytest.mark.parametrize("start", [0, 17, 24])
+@pytest.mark.parametrize("start", [0, 17])
 def test_kv_bits_on_hybrids(tokenizer: TokenizerWrapper, family: str, start: int) -> None:
     """Attention layers are quantised where mlx-lm does it, recurrent ones stay."""
     wide = {"head_dim": 32, "hidden_size": 128, "block_dim": 128}
@@ -261,7 +261,9 @@ def test_an_unknown_cache_is_refused_before_the_first_token(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss", "gemma4_text", "llama4", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "falcon_h1", "lfm2", "jamba", "gpt_oss", "llama4", "qwen3"]
+)
 def test_a_prompt_cache_from_a_file(
     tokenizer: TokenizerWrapper, tmp_path: Path, family: str, bits: int | None
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
+from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, looked_up
 from dspine_mlx.metal.transition import candidates_limit
 
 COLUMNS = 32  # columns of the rows in threadgroup memory at a time
@@ -54,6 +54,14 @@ def launch_markov_scores(
     )
 
 
+def compact_markov_scores(
+    base: mx.array, w1: mx.array, w2: mx.array, predecessors: mx.array, successors: mx.array
+) -> tuple[mx.array, ...]:
+    predecessors, w1 = looked_up(predecessors, w1)
+    successors, w2 = looked_up(successors, w2)
+    return base, w1, w2, predecessors, successors
+
+
 MARKOV_SCORES = Kernel(
     "markov_scores",
     ["base", "w1", "w2", "predecessors", "successors"],
@@ -61,4 +69,5 @@ MARKOV_SCORES = Kernel(
     markov_scores_reference,
     launch_markov_scores,
     limits=lambda base, *_: candidates_limit(base),
+    compact=compact_markov_scores,
 )

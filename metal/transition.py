@@ -1,12 +1,12 @@
 """The K x K transition table: the last injection redone for every predecessor candidate."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from dspine_mlx.metal.inject import root_mean_square, size_limit
-from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
+from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, looked_up
 
 MAX_CANDIDATES = 32  # one lane of a simdgroup each
 COLUMNS = 128  # columns of the head's rows in threadgroup memory at a time: 16 KB at K = 32
@@ -50,6 +50,13 @@ def launch_candidate_messages(
     )
 
 
+def compact_candidate_messages(
+    receiver: mx.array, table: mx.array, rows: mx.array
+) -> tuple[mx.array, ...]:
+    rows, table = looked_up(rows, table)
+    return receiver, table, rows
+
+
 CANDIDATE_MESSAGES = Kernel(
     "candidate_messages",
     ["receiver", "table", "rows"],
@@ -57,6 +64,7 @@ CANDIDATE_MESSAGES = Kernel(
     candidate_messages_reference,
     launch_candidate_messages,
     limits=lambda *_: None,
+    compact=compact_candidate_messages,
 )
 
 
@@ -159,6 +167,25 @@ def transition_scores_limits(
     return size_limit(u.shape[-1]) or candidates_limit(rows)
 
 
+def compact_transition_scores(
+    u: mx.array,
+    write: mx.array,
+    weight: mx.array,
+    head: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    rows: mx.array,
+    eps: float,
+    group_size: int,
+    bits: int,
+) -> tuple[Any, ...]:
+    if bits:
+        rows, head, scales, biases = looked_up(rows, head, scales, biases)
+    else:
+        rows, head = looked_up(rows, head)
+    return u, write, weight, head, scales, biases, rows, eps, group_size, bits
+
+
 TRANSITION_SCORES = Kernel(
     "transition_scores",
     ["u", "write", "weight", "head", "scales", "biases", "rows", "eps"],
@@ -166,4 +193,5 @@ TRANSITION_SCORES = Kernel(
     transition_scores_reference,
     launch_transition_scores,
     transition_scores_limits,
+    compact_transition_scores,
 )

@@ -60,3 +60,6 @@ def test_every_order_of_threads_gives_the_same_bits() -> None:
 def test_the_plain_path_is_the_definition(K: int) -> None:
     args = inputs(5, K, 24, mx.float32)
     np.testing.assert_allclose(wide(markov_scores(*args)), exact(args), atol=1e-5)
+    compact = MARKOV_SCORES.compact(*args)
+    assert compact[1].shape == compact[2].shape == (5 * K, 24)
+    assert mx.array_equal(MARKOV_SCORES.reference(*compact)[0], markov_scores(*args)).item()

@@ -161,3 +161,19 @@ def test_sizes_that_the_kernel_does_not_serve() -> None:
     assert limit(8224, 16) is not None
     assert limit(4096, 33) == "33 candidates are more than 32"
     assert limit(4096, 16, 6) == "6-bit rows are not read packed"
+
+
+@pytest.mark.parametrize("form", [FORMS[4], FORMS[7]], ids=str)
+def test_the_check_widens_looked_up_rows_only(form: tuple[int, int, int, mx.Dtype]) -> None:
+    """A float32 copy of a whole LM head would not fit many machines."""
+    args, _ = scores_inputs(3, 128, form, V=500)
+    compact = TRANSITION_SCORES.compact(*args)
+    assert max(x.size for x in compact if isinstance(x, mx.array)) <= 3 * form[0] * 128
+    one, two = (TRANSITION_SCORES.reference(*x)[0] for x in (args, compact))
+    assert mx.array_equal(one, two).item()
+    rows = mx.random.randint(0, 500, (3, 5)).astype(mx.uint32)
+    messages = (normal((3, 8)), normal((500, 16)), rows)
+    compact = CANDIDATE_MESSAGES.compact(*messages)
+    assert compact[1].shape == (15, 16)
+    one, two = (CANDIDATE_MESSAGES.reference(*x)[0] for x in (messages, compact))
+    assert mx.array_equal(one, two).item()

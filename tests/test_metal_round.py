@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
 from dspine_mlx.config import DSparkConfig, DSpineConfig
+from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.load import DEMO
@@ -114,29 +115,31 @@ def without_end(tokens: mx.array, logits: mx.array) -> mx.array:
 
 
 @needs_device
-def test_text_is_the_same_with_and_without_kernels(demo: tuple[nn.Module, Any]) -> None:
-    model, tokenizer = demo
+def test_text_is_the_same_with_and_without_kernels() -> None:
+    """The pair that ships, 200 tokens; its sizes are served by every kernel."""
+    model, tokenizer, plain = dspine_mlx.load(kernels="off")
+    assert plain is not None
+    fused = dspine_mlx.load_drafter(DEMO / "drafter", model)
+    fused.bind(fused.target, active())
 
-    def decode(drafter: DSpine) -> tuple[list[int], int]:
+    def decode(drafter: DFlash) -> tuple[list[int], int]:
         prompt = "Ali is collecting bottle caps. He has 52 bottle caps."
         options: dict[str, Any] = {"max_tokens": 200, "verify_length": 15}
         options["logits_processors"] = [without_end]
         responses = list(dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options))
         return [r.token for r in responses], responses[-1].rounds
 
-    wanted, rounds = decode(random_drafter(model, Kernels("off")))
-    drafter = random_drafter(model, active())
+    wanted, rounds = decode(plain)
     with emulated() as launched:
-        got, fused_rounds = decode(drafter)
+        got, fused_rounds = decode(fused)
     assert got == wanted
     assert len(got) == 200
     assert abs(fused_rounds - rounds) <= 2
-    checks = list(drafter.kernels.checks.values())
+    checks = list(fused.kernels.checks.values())
     assert all(c.runs for c in checks)
-    layers = len(drafter.layers)
     for kernel in KERNELS:
         first_uses = sum(c.kernel == kernel.name for c in checks)
-        per_round = layers if kernel in (GATED_MESSAGE, RESIDUAL_WRITE) else 1
+        per_round = len(fused.layers) if kernel in (GATED_MESSAGE, RESIDUAL_WRITE) else 1
         assert launched[kernel.name] == fused_rounds * per_round + first_uses
         assert METAL or emulator(kernel).copies == 0
 

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.config import DSparkConfig
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.errors import InputError
-from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target import Target
 
@@ -182,7 +182,8 @@ class DSpark(DFlash):
         head = self.markov_head
         w1, w2 = head.markov_w1, head.markov_w2
         if type(head) is VanillaMarkov and "scales" not in w1 and "scales" not in w2:
-            return markov_scores(base, w1.weight, w2.weight, before, ids, self.kernels)
+            predecessors, successors = Lookup(before, w1.weight), Lookup(ids, w2.weight)
+            return markov_scores(base, predecessors, successors, self.kernels)
         return head(base, w1(before), w2(ids), states)
 
     def confidence(

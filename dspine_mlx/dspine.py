@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.config import DSpineConfig
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.metal.inject import gated_message, residual_write
-from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.transition import candidate_messages, transition_scores
 from dspine_mlx.target import Target
 
@@ -62,16 +62,16 @@ class DSpine(DFlash):
             del self.transfer_codes
         return self
 
-    def code_rows(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """A table [N, 2a] with rows [G_p; A] sqrt(r) C[x], and each token's row in it.
+    def code_rows(self, tokens: mx.array) -> Lookup:
+        """Rows [G_p; A] sqrt(r) C[x] [2a] of tokens.
 
         A round reads the codes C [V, r] in this form only. Folded once for the vocabulary it takes
         as much memory where 2a = r, and saves every round the product over all candidates.
         """
         if "folded_codes" in self:
-            return self.folded_codes, tokens
-        table = self.injection.from_codes(self.transfer_codes(tokens.reshape(-1)))
-        return table, mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
+            return Lookup(tokens, self.folded_codes)
+        rows = mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
+        return Lookup(rows, self.injection.from_codes(self.transfer_codes(tokens.reshape(-1))))
 
     def inject(
         self, layer: int, block: mx.array, anchor: mx.array
@@ -97,8 +97,7 @@ class DSpine(DFlash):
         [M, d] before its injection, and its receiver terms [M, a]."""
         h, context = self.embed_block(anchor), self.context(features)
         normed = self.layers[0].input_layernorm(h)
-        table, row = self.code_rows(anchor)
-        code = table[row]
+        code = self.code_rows(anchor).take()
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
             block = layer(h, normed, context, c)[0]
             h, normed, receiver = self.inject(i, block, code)
@@ -119,11 +118,11 @@ class DSpine(DFlash):
         u [M-1, d] and receiver [M-1, a] of slots 2..M are kept from the last layer: no readout or
         gate of theirs is computed again.
         """
-        message = candidate_messages(receiver, *self.code_rows(candidates[:-1]), self.kernels)
+        message = candidate_messages(receiver, self.code_rows(candidates[:-1]), self.kernels)
         write = self.injection.writes[-1](message)  # [M-1, K, d]
-        norm = (self.norm.weight, self.norm.eps)
-        head, rows = self.target.head_table(candidates[1:])
-        return self.scale_scores(transition_scores(u, write, norm, head, rows, self.kernels))
+        head, norm = self.target.head_lookup(candidates[1:]), self.norm
+        scores = transition_scores(u, write, norm.weight, norm.eps, head, self.kernels)
+        return self.scale_scores(scores)
 
 
 def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:

@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.metal.transition import PACKED_BITS, Rows
+from dspine_mlx.metal.kernel import Lookup
+from dspine_mlx.metal.transition import PACKED_BITS
 
 # Where mlx-lm's models keep the decoder stack, and what the stack calls its embedding.
 BODIES = (("model",), ("language_model", "model"), ("backbone",))
@@ -54,19 +55,17 @@ class Target:
             mode=head.mode,
         )
 
-    def head_table(self, tokens: mx.array) -> tuple[Rows, mx.array]:
-        """The LM head as a table of rows, and each token's row in it.
-
-        Rows are looked up where they are, packed or not; of packings that can't be looked up, the
-        table holds the tokens' own rows.
-        """
+    def head_lookup(self, tokens: mx.array) -> Lookup:
+        """The LM head's rows of some tokens, to be read where they are; of a packing that can't be
+        read by rows, a copy of them."""
         head = self.lm_head
         if "scales" not in head:
-            return Rows(head.weight), tokens
+            return Lookup(tokens, head.weight)
         if head.mode == "affine" and head.bits in PACKED_BITS:
-            return Rows(head.weight, head.scales, head.biases, head.group_size, head.bits), tokens
-        rows = self.head_rows(tokens.reshape(-1))
-        return Rows(rows), mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
+            packed = (head.weight, head.scales, head.biases)
+            return Lookup(tokens, *packed, head.group_size, head.bits)
+        rows = mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
+        return Lookup(rows, self.head_rows(tokens.reshape(-1)))
 
     @contextmanager
     def taps(self, ids: tuple[int, ...]) -> Iterator[None]:

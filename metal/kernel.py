@@ -3,13 +3,39 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from dspine_mlx.errors import InputError
 
 Arrays = list[mx.array]
+
+
+class Lookup(NamedTuple):
+    """Rows of a matrix [V, d] by index, read where they are.
+
+    The matrix is floating, or packed by MLX's affine quantisation (bits > 0).
+    """
+
+    rows: mx.array  # [...] indices
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    group_size: int = 0
+    bits: int = 0
+
+    def take(self) -> mx.array:
+        """The rows: [..., d]."""
+        if self.scales is None or self.biases is None:
+            return self.weight[self.rows]
+        return mx.dequantize(
+            self.weight[self.rows],
+            scales=self.scales[self.rows],
+            biases=self.biases[self.rows],
+            group_size=self.group_size,
+            bits=self.bits,
+        )
 
 
 def source(name: str) -> str:
@@ -22,7 +48,8 @@ class Kernel:
     reference(*args): plain MLX operations, for any floating dtype. launcher(function, *args): one
     launch of the kernel whose body is NAME.metal; function is what `mx.fast.metal_kernel` made.
     limits(*args): why the kernel doesn't serve these arguments, or None. `strided` inputs are
-    handed over with their strides, so that a broadcast costs no copy.
+    handed over with their strides, so that a broadcast costs no copy. Arguments are arrays,
+    `Lookup`s and floats.
     """
 
     def __init__(
@@ -99,13 +126,16 @@ OFF = Kernels("off")
 
 def signature(arg: Any) -> Any:
     """What a check depends on: shape and dtype of an array, nothing of a float, the rest itself."""
+    if isinstance(arg, Lookup):
+        return tuple(map(signature, arg))
     if isinstance(arg, mx.array):
         return (*arg.shape, arg.dtype)
     return None if isinstance(arg, float) else arg
 
 
 def describe(args: tuple[Any, ...]) -> str:
-    arrays = [a for a in args if isinstance(a, mx.array)]
+    flat = [x for arg in args for x in (arg if isinstance(arg, Lookup) else (arg,))]
+    arrays = [x for x in flat if isinstance(x, mx.array)]
     return ", ".join(f"{str(a.dtype).removeprefix('mlx.core.')}{list(a.shape)}" for a in arrays)
 
 
@@ -129,6 +159,10 @@ def check(kernel: Kernel, args: tuple[Any, ...]) -> Check:
 
 
 def widened(arg: Any) -> Any:
+    """Floats in float32; of a table only the rows that are looked up, a whole one may be large."""
+    if isinstance(arg, Lookup):
+        rows = mx.arange(arg.rows.size, dtype=mx.uint32).reshape(arg.rows.shape)
+        return Lookup(rows, arg.take().reshape(rows.size, -1).astype(mx.float32))
     if isinstance(arg, mx.array) and mx.issubdtype(arg.dtype, mx.floating):
         return arg.astype(mx.float32)
     return arg

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
+from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
 from dspine_mlx.metal.transition import candidates_limit
 
 COLUMNS = 32  # columns of the rows in threadgroup memory at a time
@@ -12,40 +12,27 @@ THREADS = 256
 
 
 def markov_scores(
-    base: mx.array,
-    w1: mx.array,
-    w2: mx.array,
-    predecessors: mx.array,
-    successors: mx.array,
-    kernels: Kernels = OFF,
+    base: mx.array, predecessors: Lookup, successors: Lookup, kernels: Kernels = OFF
 ) -> mx.array:
-    """scores[t, i, j] = base[t, j] + w1[predecessors[t, i]] . w2[successors[t, j]], float32.
+    """scores[t, i, j] = base[t, j] + predecessor_{t,i} . successor_{t,j}, float32 [M, K, K].
 
-    base: [M, K] float32; w1: [V, r] and w2: [V', r]; predecessors, successors: [M, K], their rows.
-    Returns [M, K, K].
+    base: [M, K] float32; the others rows [r] of w1 and w2, with indices [M, K].
     """
-    return kernels.run(MARKOV_SCORES, base, w1, w2, predecessors, successors)[0]
+    return kernels.run(MARKOV_SCORES, base, predecessors, successors)[0]
 
 
-def markov_scores_reference(
-    base: mx.array, w1: mx.array, w2: mx.array, predecessors: mx.array, successors: mx.array
-) -> Arrays:
-    bias = w1[predecessors] @ w2[successors].swapaxes(-1, -2)
+def markov_scores_reference(base: mx.array, predecessors: Lookup, successors: Lookup) -> Arrays:
+    bias = predecessors.take() @ successors.take().swapaxes(-1, -2)
     return [base[:, None] + bias.astype(mx.float32)]
 
 
 def launch_markov_scores(
-    function: Callable[..., Arrays],
-    base: mx.array,
-    w1: mx.array,
-    w2: mx.array,
-    predecessors: mx.array,
-    successors: mx.array,
+    function: Callable[..., Arrays], base: mx.array, predecessors: Lookup, successors: Lookup
 ) -> Arrays:
     M, K = base.shape
     sizes = {"K": K, "COLUMNS": COLUMNS, "TG": THREADS, "N": -(-K * K // THREADS)}
     return function(
-        inputs=[base, w1, w2, predecessors, successors],
+        inputs=[base, predecessors.weight, successors.weight, predecessors.rows, successors.rows],
         template=list(sizes.items()),
         grid=(M * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -54,11 +41,17 @@ def launch_markov_scores(
     )
 
 
+def markov_scores_limits(base: mx.array, predecessors: Lookup, successors: Lookup) -> str | None:
+    if predecessors.bits or successors.bits:
+        return "packed rows are not read"
+    return candidates_limit(base)
+
+
 MARKOV_SCORES = Kernel(
     "markov_scores",
     ["base", "w1", "w2", "predecessors", "successors"],
     ["scores"],
     markov_scores_reference,
     launch_markov_scores,
-    limits=lambda base, *_: candidates_limit(base),
+    markov_scores_limits,
 )

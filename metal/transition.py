@@ -1,12 +1,11 @@
 """The K x K transition table: the last injection redone for every predecessor candidate."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from dspine_mlx.metal.inject import root_mean_square, size_limit
-from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
+from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
 
 MAX_CANDIDATES = 32  # one lane of a simdgroup each
 COLUMNS = 128  # columns of the head's rows in threadgroup memory at a time: 16 KB at K = 32
@@ -19,29 +18,26 @@ def candidates_limit(rows: mx.array) -> str | None:
     return None if K <= MAX_CANDIDATES else f"{K} candidates are more than {MAX_CANDIDATES}"
 
 
-def candidate_messages(
-    receiver: mx.array, table: mx.array, rows: mx.array, kernels: Kernels = OFF
-) -> mx.array:
+def candidate_messages(receiver: mx.array, codes: Lookup, kernels: Kernels = OFF) -> mx.array:
     """Messages after every predecessor candidate: sigmoid(receiver_t + G_p z_i) * A z_i.
 
-    receiver: [n, a], s_t G_q y_t + b; table: [N, 2a], rows [G_p; A] z of known tokens; rows:
-    [n, K], the table's row of candidate i of slot t - 1. Returns [n, K, a].
+    receiver: [n, a], s_t G_q y_t + b; codes: rows [G_p; A] z_i [2a] of known tokens, the indices
+    [n, K] those of candidate i of slot t - 1. Returns [n, K, a].
     """
-    return kernels.run(CANDIDATE_MESSAGES, receiver, table, rows)[0]
+    return kernels.run(CANDIDATE_MESSAGES, receiver, codes)[0]
 
 
-def candidate_messages_reference(receiver: mx.array, table: mx.array, rows: mx.array) -> Arrays:
-    a = receiver.shape[-1]
-    previous = table[rows]
+def candidate_messages_reference(receiver: mx.array, codes: Lookup) -> Arrays:
+    a, previous = receiver.shape[-1], codes.take()
     return [mx.sigmoid(receiver[:, None] + previous[..., :a]) * previous[..., a:]]
 
 
 def launch_candidate_messages(
-    function: Callable[..., Arrays], receiver: mx.array, table: mx.array, rows: mx.array
+    function: Callable[..., Arrays], receiver: mx.array, codes: Lookup
 ) -> Arrays:
-    a = receiver.shape[-1]
+    a, rows = receiver.shape[-1], codes.rows
     return function(
-        inputs=[receiver, table, rows],
+        inputs=[receiver, codes.weight, rows],
         template=[("T", receiver.dtype)],
         grid=(a, rows.size, 1),
         threadgroup=(min(a, 256), 1, 1),
@@ -56,64 +52,32 @@ CANDIDATE_MESSAGES = Kernel(
     ["message"],
     candidate_messages_reference,
     launch_candidate_messages,
-    limits=lambda *_: None,
+    limits=lambda _, codes: "packed codes are not read" if codes.bits else None,
 )
-
-
-class Rows(NamedTuple):
-    """A matrix [V, d] to look rows up in: floating, or packed by MLX's affine quantisation."""
-
-    weight: mx.array
-    scales: mx.array | None = None
-    biases: mx.array | None = None
-    group_size: int = 0
-    bits: int = 0  # 0: floating
-
-    def take(self, rows: mx.array) -> mx.array:
-        if self.scales is None or self.biases is None:
-            return self.weight[rows]
-        return mx.dequantize(
-            self.weight[rows],
-            scales=self.scales[rows],
-            biases=self.biases[rows],
-            group_size=self.group_size,
-            bits=self.bits,
-        )
 
 
 def transition_scores(
     u: mx.array,
     write: mx.array,
-    norm: tuple[mx.array, float],
-    head: Rows,
-    rows: mx.array,
+    weight: mx.array,
+    eps: float,
+    head: Lookup,
     kernels: Kernels = OFF,
 ) -> mx.array:
-    """scores[t, i, j] = norm(u_t + RMS(u_t) write_{t,i}) . head[rows[t, j]], float32 [n, K, K].
+    """scores[t, i, j] = norm(u_t + RMS(u_t) write_{t,i}) . head_{t,j}, float32 [n, K, K].
 
-    u: [n, d]; write: [n, K, d]; norm: weight [d] and eps; rows: [n, K].
+    u: [n, d]; write: [n, K, d]; weight [d] and eps: the norm's; head: rows [d] of the LM head, the
+    indices [n, K] those of candidate j of slot t.
     """
-    scales, biases = (norm[0], norm[0]) if head.scales is None else (head.scales, head.biases)
-    arrays = (u, write, norm[0], head.weight, scales, biases, rows)
-    return kernels.run(TRANSITION_SCORES, *arrays, norm[1], head.group_size, head.bits)[0]
+    return kernels.run(TRANSITION_SCORES, u, write, weight, eps, head)[0]
 
 
 def transition_scores_reference(
-    u: mx.array,
-    write: mx.array,
-    weight: mx.array,
-    head: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    rows: mx.array,
-    eps: float,
-    group_size: int,
-    bits: int,
+    u: mx.array, write: mx.array, weight: mx.array, eps: float, head: Lookup
 ) -> Arrays:
     h = u[:, None] + root_mean_square(u)[:, None] * write
     states = mx.fast.rms_norm(h, weight, eps)
-    table = Rows(head, scales, biases, group_size, bits) if bits else Rows(head)
-    return [(states @ table.take(rows).swapaxes(-1, -2)).astype(mx.float32)]
+    return [(states @ head.take().swapaxes(-1, -2)).astype(mx.float32)]
 
 
 def launch_transition_scores(
@@ -121,19 +85,15 @@ def launch_transition_scores(
     u: mx.array,
     write: mx.array,
     weight: mx.array,
-    head: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    rows: mx.array,
     eps: float,
-    group_size: int,
-    bits: int,
+    head: Lookup,
 ) -> Arrays:
-    n, K = rows.shape
+    n, K = head.rows.shape
     groups = min(PREDECESSORS, K)
-    sizes = {"K": K, "G": groups, "COLUMNS": COLUMNS, "BITS": bits, "GROUP": group_size}
+    sizes = {"K": K, "G": groups, "COLUMNS": COLUMNS, "BITS": head.bits, "GROUP": head.group_size}
+    packing = [head.scales, head.biases] if head.bits else [weight, weight]  # the latter not read
     return function(
-        inputs=[u, write, weight, head, scales, biases, rows, eps],
+        inputs=[u, write, weight, head.weight, *packing, head.rows, eps],
         template=list(sizes.items()),
         grid=(-(-K // groups) * groups * 32, n, 1),
         threadgroup=(groups * 32, 1, 1),
@@ -143,20 +103,11 @@ def launch_transition_scores(
 
 
 def transition_scores_limits(
-    u: mx.array,
-    write: mx.array,
-    weight: mx.array,
-    head: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    rows: mx.array,
-    eps: float,
-    group_size: int,
-    bits: int,
+    u: mx.array, write: mx.array, weight: mx.array, eps: float, head: Lookup
 ) -> str | None:
-    if bits and bits not in PACKED_BITS:
-        return f"{bits}-bit rows are not read packed"
-    return size_limit(u.shape[-1]) or candidates_limit(rows)
+    if head.bits and head.bits not in PACKED_BITS:
+        return f"{head.bits}-bit rows are not read packed"
+    return size_limit(u.shape[-1]) or candidates_limit(head.rows)
 
 
 TRANSITION_SCORES = Kernel(

@@ -6,22 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.markov import MARKOV_SCORES, markov_scores
 from tests.metal_device import DTYPES, launch, needs_device, needs_emulator, normal, wide
 
-Inputs = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
+Inputs = tuple[mx.array, Lookup, Lookup]
 
 
 def inputs(M: int, K: int, rank: int, dtype: mx.Dtype) -> Inputs:
-    base = normal((M, K), scale=4.0)
-    w1, w2 = normal((50, rank), dtype), normal((40, rank), dtype, rank**-0.5)
-    before, after = (mx.random.randint(0, V, (M, K)).astype(mx.uint32) for V in (50, 40))
-    return base, w1, w2, before, after
+    before, after = (
+        Lookup(mx.random.randint(0, V, (M, K)).astype(mx.uint32), normal((V, rank), dtype))
+        for V in (50, 40)
+    )
+    return normal((M, K), scale=4.0), before, after
 
 
 def exact(args: Inputs) -> np.ndarray:
-    base, w1, w2, before, after = map(wide, args)
-    return base[:, None] + np.einsum("tir,tjr->tij", w1[before], w2[after])
+    before, after = (wide(x.weight)[np.array(x.rows)] for x in args[1:])
+    return wide(args[0])[:, None] + np.einsum("tir,tjr->tij", before, after)
 
 
 def assert_exact(args: Inputs, check: bool = True) -> None:

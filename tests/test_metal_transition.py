@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.metal.kernel import Kernels
+from dspine_mlx.metal.kernel import Lookup, signature, widened
 from dspine_mlx.metal.transition import (
     CANDIDATE_MESSAGES,
     TRANSITION_SCORES,
-    Rows,
+    candidate_messages,
     transition_scores,
 )
 from tests.metal_device import (
@@ -39,11 +39,12 @@ FORMS = (
 seeds = st.integers(0, 2**31)
 
 
-def exact_messages(receiver: np.ndarray, table: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+def exact_messages(receiver: mx.array, codes: Lookup) -> list[np.ndarray]:
+    receivers, table, rows = map(wide, (receiver, codes.weight, codes.rows))
     a = receiver.shape[1]
     messages = np.empty((*rows.shape, a))
     for t, i in np.ndindex(rows.shape):
-        gate = receiver[t] + table[rows[t, i], :a]
+        gate = receivers[t] + table[rows[t, i], :a]
         messages[t, i] = table[rows[t, i], a:] / (1 + np.exp(-gate))
     return [messages]
 
@@ -75,15 +76,19 @@ def scores_inputs(
     K, bits, group, dtype = form
     u, write = normal((n, size), dtype, 2.0), normal((n, K, size), dtype, 0.3)
     weight, rows = 1 + normal((size,), dtype, 0.1), mx.random.randint(0, V, (n, K))
-    head, scales, biases = normal((V, size), dtype, size**-0.5), weight, weight
-    matrix = wide(head)
+    matrix = normal((V, size), dtype, size**-0.5)
+    head, exact_rows = Lookup(rows.astype(mx.uint32), matrix), wide(matrix)
     if bits:
-        head, scales, biases = mx.quantize(head, group_size=group, bits=bits)
-        matrix = unpacked(head, scales, biases, group, bits)
-    rows = rows.astype(mx.uint32)
-    args = (u, write, weight, head, scales, biases, rows, 1e-6, group, bits)
-    exact = exact_scores(wide(u), wide(write), wide(weight), 1e-6, matrix[np.array(rows)])
-    return args, exact
+        q, scales, biases = mx.quantize(matrix, group_size=group, bits=bits)
+        head = Lookup(head.rows, q, scales, biases, group, bits)
+        exact_rows = unpacked(q, scales, biases, group, bits)
+    exact = exact_scores(wide(u), wide(write), wide(weight), 1e-6, exact_rows[np.array(rows)])
+    return (u, write, weight, 1e-6, head), exact
+
+
+def messages_inputs(n: int, K: int, a: int, dtype: mx.Dtype, V: int = 40) -> tuple[Any, ...]:
+    rows = mx.random.randint(0, V, (n, K)).astype(mx.uint32)
+    return normal((n, a), dtype), Lookup(rows, normal((V, 2 * a), dtype))
 
 
 @needs_device
@@ -91,9 +96,8 @@ def scores_inputs(
 @given(st.integers(1, 30), st.integers(1, 32), st.integers(1, 90), st.sampled_from(DTYPES), seeds)
 def test_candidate_messages_of_any_size(n: int, K: int, a: int, dtype: mx.Dtype, seed: int) -> None:
     mx.random.seed(seed)
-    rows = mx.random.randint(0, 40, (n, K)).astype(mx.uint32)
-    args = (normal((n, a), dtype), normal((40, 2 * a), dtype), rows)
-    assert_close(CANDIDATE_MESSAGES, args, exact_messages(*map(wide, args)))
+    args = messages_inputs(n, K, a, dtype)
+    assert_close(CANDIDATE_MESSAGES, args, exact_messages(*args))
 
 
 @needs_device
@@ -112,10 +116,8 @@ def test_scores_of_any_size(
 @pytest.mark.parametrize("form", FORMS[:3], ids=str)
 def test_at_the_sizes_of_an_8b_target(form: tuple[int, int, int, mx.Dtype]) -> None:
     K, _, _, dtype = form
-    rows = mx.random.randint(0, 500, (14, K)).astype(mx.uint32)
-    messages = (normal((14, 512), dtype), normal((500, 1024), dtype), rows)
-    exact = exact_messages(*map(wide, messages))
-    assert_close(CANDIDATE_MESSAGES, messages, exact, check=False)
+    messages = messages_inputs(14, K, 512, dtype, V=500)
+    assert_close(CANDIDATE_MESSAGES, messages, exact_messages(*messages), check=False)
     args, scores = scores_inputs(14, 4096, form, V=300)
     assert_close(TRANSITION_SCORES, args, scores, check=False)
 
@@ -134,26 +136,38 @@ def test_every_order_of_threads_gives_the_same_bits() -> None:
 
 
 def test_rows_of_a_packed_head_are_dequantised() -> None:
-    head, scales, biases = mx.quantize(normal((20, 64)), group_size=32, bits=8)
+    q, scales, biases = mx.quantize(normal((20, 64)), group_size=32, bits=8)
     rows = mx.array([[3, 0], [19, 3]])
-    got = Rows(head, scales, biases, 32, 8).take(rows)
-    wanted = unpacked(head, scales, biases, 32, 8)[np.array(rows)]
+    wanted = unpacked(q, scales, biases, 32, 8)[np.array(rows)]
+    got = Lookup(rows, q, scales, biases, 32, 8).take()
     np.testing.assert_allclose(wide(got), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS[3:5], ids=str)
 def test_the_plain_path_is_the_definition(form: tuple[int, int, int, mx.Dtype]) -> None:
     args, exact = scores_inputs(3, 128, form)
-    u, write, weight, head, scales, biases, rows, eps, group, bits = args
-    table = Rows(head, scales, biases, group, bits)
-    got = transition_scores(u, write, (weight, eps), table, rows, Kernels("off"))
-    np.testing.assert_allclose(wide(got), exact[0], atol=1e-5)
+    np.testing.assert_allclose(wide(transition_scores(*args)), exact[0], atol=1e-5)
+    messages = messages_inputs(3, 4, 6, mx.float32)
+    exact = exact_messages(*messages)
+    np.testing.assert_allclose(wide(candidate_messages(*messages)), exact[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_the_check_widens_looked_up_rows_only(bits: int) -> None:
+    """A float32 copy of a whole LM head would not fit many machines."""
+    args, exact = scores_inputs(3, 128, (5, bits, 64, mx.float32), V=500)
+    compact = widened(args[4])
+    assert compact.weight.shape == (15, 128)
+    assert compact.weight.dtype == mx.float32
+    assert mx.array_equal(compact.take(), args[4].take()).item()
+    assert signature(compact) != signature(args[4])
 
 
 def test_sizes_that_the_kernel_does_not_serve() -> None:
     def limit(size: int, K: int, bits: int = 0) -> str | None:
-        u, rows = mx.zeros((2, size)), mx.zeros((2, K), mx.uint32)
-        return TRANSITION_SCORES.limits(u, u, u, u, u, u, rows, 1e-6, 64, bits)
+        u = mx.zeros((2, size))
+        head = Lookup(mx.zeros((2, K), mx.uint32), u, u, u, 64, bits)
+        return TRANSITION_SCORES.limits(u, u, u, 1e-6, head)
 
     assert limit(64, 32) is None
     assert limit(8192, 16, 4) is None

@@ -23,7 +23,7 @@ from mlx_lm.models import qwen3
 
 from dspine_mlx.config import DSpineConfig
 from dspine_mlx.dspine import DSpine
-from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
+from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
 from dspine_mlx.selection import select
 from dspine_mlx.target import Target
 from tests.metal_device import KERNELS, emulator, launch
@@ -138,19 +138,20 @@ def kernel_costs(bits: int) -> dict[str, tuple[int, int]]:
     d, r, a, M, K, V = 4096, 1024, 512, 15, 16, 400
     dtype, zeros = mx.bfloat16, mx.zeros
     rows = mx.random.randint(0, V, (M - 1, K)).astype(mx.uint32)
-    weight, head = mx.ones((d,), dtype), mx.random.normal((V, d)).astype(dtype)
-    packed: tuple[mx.array, ...] = (head, weight, weight)
+    weight, matrix = mx.ones((d,), dtype), mx.random.normal((V, d)).astype(dtype)
+    head = Lookup(rows, matrix)
     if bits:
-        packed = mx.quantize(head, group_size=64, bits=bits)
+        q, scales, biases = mx.quantize(matrix, group_size=64, bits=bits)
+        head = Lookup(rows, q, scales, biases, 64, bits)
     message, write, candidates, scores, walk = KERNELS
     calls: list[tuple[Kernel, tuple[Any, ...], int]] = [
         (message, (zeros((M, r), dtype), zeros((M, 3 * a), dtype), zeros((2 * a,), dtype),
                    zeros((a,), dtype)), M * (4 * r + 10 * a)),
         (write, (zeros((M + 1, d), dtype), zeros((M, d), dtype), weight, 1e-6), M * d * 8),
-        (candidates, (zeros((M - 1, a), dtype), zeros((V, 2 * a), dtype), rows),
+        (candidates, (zeros((M - 1, a), dtype), Lookup(rows, zeros((V, 2 * a), dtype))),
          (M - 1) * K * a * 5),
-        (scores, (zeros((M - 1, d), dtype), zeros((M - 1, K, d), dtype), weight, *packed, rows,
-                  1e-6, 64 if bits else 0, bits), (M - 1) * K * d * (2 * K + 5)),
+        (scores, (zeros((M - 1, d), dtype), zeros((M - 1, K, d), dtype), weight, 1e-6, head),
+         (M - 1) * K * d * (2 * K + 5)),
         (walk, (zeros((K,)), zeros((M - 1, K, K)), zeros((M, K)), 1.0), M * K * (2 * K + 5)),
     ]  # fmt: skip
     costs = {}

@@ -69,6 +69,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raise InputError(f"{path} has the key {double[0]!r} twice")
         return out
 
+    if not path.is_file():  # a device would be read without end
+        raise InputError(f"{path} is no file")
     if path.stat().st_size > MAX_JSON:
         raise InputError(f"{path} has {path.stat().st_size} bytes; no config or index is that long")
     try:

@@ -237,6 +237,23 @@ def test_links_out_of_the_folder_are_refused(source: Path, tmp_path: Path) -> No
     refused(source, "outside its folder")
 
 
+def test_calibrations_from_outside_are_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"temperatures": [1, 1, 1, 1]}')
+    (source / "sts.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(InputError, match="outside its folder"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", read.INDEX, "sts.json", "model.safetensors"])
+def test_devices_are_not_read(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path / "source", *dflash_zlab())
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(InputError):
+        convert(folder, tmp_path / "out")
+
+
 def test_a_tensor_in_two_files(source: Path) -> None:
     mx.save_safetensors(str(source / "model-extra.safetensors"), {"norm.weight": mx.ones(32)})
     (source / read.INDEX).unlink()

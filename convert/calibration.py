@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dspine_mlx.convert.checkpoint import Checkpoint
-from dspine_mlx.convert.read import read_json
+from dspine_mlx.convert.read import inside, read_json
 from dspine_mlx.errors import InputError
 
 LARGEST = 1 << 20  # bytes; other JSON files of a checkpoint are its own affair
@@ -31,7 +31,7 @@ def read_calibration(checkpoint: Checkpoint) -> Calibration:
     for file in sorted(checkpoint.folder.glob("*.json")):
         if file.name in NOT_CALIBRATION or file.stat().st_size > LARGEST:
             continue
-        value = json_object(file)
+        value = json_object(inside(checkpoint.folder, file.name))
         if value.keys() >= TEMPERATURES:
             found.temperatures = temperatures(file, value["temperatures"], checkpoint)
             found.files[file.name] = value

@@ -12,7 +12,15 @@ from mlx.utils import tree_flatten
 from dspine_mlx.config import DrafterConfig, DSpineConfig
 from dspine_mlx.convert.detect import detect
 from dspine_mlx.convert.layouts import ENDS, METHODS, Layout
-from dspine_mlx.convert.names import Problems, Sources, match, published, unknown
+from dspine_mlx.convert.names import (
+    Problems,
+    Sources,
+    match,
+    parameter,
+    parts_of,
+    published,
+    unknown,
+)
 from dspine_mlx.convert.read import Tensors, file_tensors, load_tensors, read_config, read_tensors
 from dspine_mlx.convert.shapes import match_by_shape
 from dspine_mlx.convert.transfer_space import SPACE, space_shapes
@@ -61,15 +69,15 @@ class Checkpoint:
             if path not in self.sources:
                 expected.pop(path, None)
         shapes = self.shapes
+        absent = [published(self.layout, path) for path in sorted(expected.keys() - shapes.keys())]
+        missing = self.problems["missing"] + [name for names in absent for name in names]
         found = {
-            "missing": self.problems["missing"]
-            + [
-                name
-                for path in sorted(expected.keys() - shapes.keys())
-                for name in published(self.layout, path)
-            ],
+            "missing": [f"{name} {wanted_shape(self.layout, name, expected)}" for name in missing],
             "unexpected": self.problems["unexpected"]
-            + [self.called(path) for path in sorted(shapes.keys() - expected.keys())],
+            + [
+                f"{self.called(path)} {list(shapes[path])}"
+                for path in sorted(shapes.keys() - expected.keys())
+            ],
             "twice": self.problems["twice"],
             "wrong shape": self.problems["wrong shape"]
             + [
@@ -94,6 +102,13 @@ class Checkpoint:
         names = {name for path in paths for name in self.sources[path]}
         loaded = load_tensors({name: self.tensors[name] for name in names})
         return {path: assemble(self.layout, path, self.sources[path], loaded) for path in paths}
+
+
+def wanted_shape(layout: Layout, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """The shape that a missing tensor would have: of its parameter, or of a part of it."""
+    path, _, part = (parameter(layout, name) or name).partition("#")
+    first, *rest = expected[path]
+    return [first // len(parts_of(layout, path)) if part else first, *rest]
 
 
 def assemble(

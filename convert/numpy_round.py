@@ -350,7 +350,7 @@ class MarkovHead:
             self.w1 = w["markov_head.markov_w1.weight"]
             self.w2 = w["markov_head.markov_w2.weight"]
 
-    def bias(self, states: np.ndarray, previous: list[int], rows: np.ndarray) -> np.ndarray:
+    def bias(self, states: np.ndarray, previous: list[int], rows: np.ndarray | slice) -> np.ndarray:
         """Of some draft tokens in a path's last slot; previous[t] is the token before slot t."""
         h, e = states[-1], self.w1[previous[-1]]
         if self.kind == "gated":

@@ -69,6 +69,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raise InputError(f"{path} has the key {double[0]!r} twice")
         return out
 
+    if not path.is_file():  # a device would be read without end
+        raise InputError(f"{path} is no file")
     if path.stat().st_size > MAX_JSON:
         raise InputError(f"{path} has {path.stat().st_size} bytes; no config or index is that long")
     try:
@@ -234,19 +236,19 @@ def header_entry(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, 
 
 
 def load_tensors(tensors: Tensors) -> dict[str, mx.array]:
-    """The arrays of some tensors, lazily: bytes are read when an array is evaluated."""
-    opened: dict[Path, dict[str, mx.array]] = {}
-    out = {}
+    """The arrays of some tensors; those of safetensors are read when they are evaluated."""
+    files: dict[Path, list[str]] = {}
     for name, tensor in tensors.items():
-        if tensor.file not in opened:
-            opened[tensor.file] = open_file(tensor.file)
-        out[name] = opened[tensor.file][tensor.key]
+        files.setdefault(tensor.file, []).append(name)
+    out: dict[str, mx.array] = {}
+    for file, names in files.items():
+        keys = [tensors[name].key for name in names]
+        arrays = lazy_arrays(file) if file.suffix == ".safetensors" else torch_arrays(file, keys)
+        out |= {name: arrays[key] for name, key in zip(names, keys, strict=True)}
     return out
 
 
-def open_file(file: Path) -> dict[str, mx.array]:
-    if file.suffix != ".safetensors":
-        return torch_arrays(file)
+def lazy_arrays(file: Path) -> dict[str, mx.array]:
     try:
         return mx.load(str(file))
     except RuntimeError as error:
@@ -301,14 +303,14 @@ def torch_tensors(file: Path) -> Tensors:
     return out
 
 
-def torch_arrays(file: Path) -> dict[str, mx.array]:
+def torch_arrays(file: Path, keys: list[str]) -> dict[str, mx.array]:
     import torch
 
-    out = {}
-    for name, value in torch_state(file).items():
+    state, out = torch_state(file), {}
+    for key in keys:
+        value = state[key].detach().contiguous()
         if value.dtype == torch.bfloat16:  # NumPy has none: hand over the bits
-            bits = mx.array(value.contiguous().view(torch.uint16).numpy())
-            out[name] = bits.view(mx.bfloat16)
+            out[key] = mx.array(value.view(torch.uint16).numpy()).view(mx.bfloat16)
         else:
-            out[name] = mx.array(value.contiguous().numpy())
+            out[key] = mx.array(value.numpy())
     return out

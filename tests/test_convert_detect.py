@@ -306,9 +306,9 @@ def test_all_wrong_tensors_are_named_at_once(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out")
     message = str(error.value)
     for part in (
-        "missing: injection.receiver_gate.weight, hidden_norm.weight",
+        "missing: injection.receiver_gate.weight [12, 24], hidden_norm.weight [32]",
         "surprise [2, 3]",
-        "injection.readouts.7.weight",
+        "injection.readouts.7.weight [24, 32]",
         "twice: norm.weight by model.norm.weight and norm.weight",
         "injection.writes.0.weight is [32, 13], not [32, 12]",
     ):

@@ -82,6 +82,9 @@ class FakeTensor:
     def __init__(self, array: np.ndarray, dtype: str):
         self.array, self.dtype, self.shape = array, f"torch.{dtype}", array.shape
 
+    def detach(self) -> "FakeTensor":
+        return self
+
     def contiguous(self) -> "FakeTensor":
         return self
 
@@ -134,6 +137,27 @@ def test_torch_files_go_through_the_weights_only_loader(
     assert all(call["weights_only"] is True and call["mmap"] for call in calls)
     written = mx.load(str(tmp_path / "out" / "model.safetensors"))
     assert all(mx.array_equal(written[name], value) for name, value in half.items())
+
+
+def test_with_the_real_torch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    weights = {n: torch.tensor(w).bfloat16() for n, w in dflash_zlab()[1].items()}
+    weights["norm.weight"] = torch.nn.Parameter(weights["norm.weight"].float())
+    folder = torch_folder(tmp_path)
+    torch.save(weights, folder / "pytorch_model.bin")
+    convert(folder, tmp_path / "out")
+    written = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    for name, value in weights.items():
+        wanted = value.detach().float().numpy()
+        np.testing.assert_array_equal(np.array(written[name].astype(mx.float32)), wanted)
+    flag = tmp_path / "executed"
+    torch.save({"fc.weight": Bomb(flag)}, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="refused by torch's weights-only loader"):
+        convert(folder, tmp_path / "bomb")
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(InputError, match="no zip"):
+        convert(folder, tmp_path / "legacy")
+    assert not flag.exists()
 
 
 @pytest.mark.parametrize(
@@ -211,6 +235,23 @@ def test_links_out_of_the_folder_are_refused(source: Path, tmp_path: Path) -> No
     (source / "model-00001-of-00002.safetensors").rename(secret)
     (source / "model-00001-of-00002.safetensors").symlink_to(secret)
     refused(source, "outside its folder")
+
+
+def test_calibrations_from_outside_are_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"temperatures": [1, 1, 1, 1]}')
+    (source / "sts.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(InputError, match="outside its folder"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", read.INDEX, "sts.json", "model.safetensors"])
+def test_devices_are_not_read(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path / "source", *dflash_zlab())
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(InputError):
+        convert(folder, tmp_path / "out")
 
 
 def test_a_tensor_in_two_files(source: Path) -> None:

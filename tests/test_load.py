@@ -158,7 +158,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "missing and unexpected": (
         lambda f: tensors(f, lambda w: w.update(extra=w.pop("norm.weight"))),
-        "missing: norm.weight; unexpected: extra",
+        r"missing: norm.weight \[32\]; unexpected: extra \[32\]",
     ),
     "wrong shape": (
         lambda f: tensors(f, lambda w: w.update({"norm.weight": mx.ones(7)})),

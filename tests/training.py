@@ -90,11 +90,9 @@ class NumpyLoss:
             rows: list[dict[str, Any]] = [{"base": x} for x in states]
             if markov is not None:
                 path = [int(token) for token in before]
-                biases = (
-                    list(markov.serial_bias(states, path))
-                    if markov.kind == "rnn"
-                    else [markov.bias(x, token) for x, token in zip(states, path, strict=True)]
-                )
+                biases = [
+                    markov.bias(states[: t + 1], path[: t + 1], slice(None)) for t in range(M)
+                ]
                 for row, bias, x, token in zip(rows, biases, states, path, strict=True):
                     row |= {"bias": bias, "confidence": markov.confidence(x, token)}
             return rows

@@ -13,6 +13,7 @@ from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
 from dspine_mlx.cli.serve import SETTINGS, serve
+from dspine_mlx.cli.train import app as train
 from dspine_mlx.errors import InputError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.command()(inspect)
 app.command()(bench)
 app.command()(calibrate)
 app.command(context_settings=SETTINGS, add_help_option=False)(serve)
+app.add_typer(train, name="train")
 
 
 def version(wanted: bool) -> None:

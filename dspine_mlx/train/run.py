@@ -112,6 +112,7 @@ class Job:
 
     trainer: Trainer
     held_out: Source
+    tokenizer: TokenizerWrapper
     skipped: list[str]  # one sentence for each line of the data that can't be used
 
 
@@ -150,7 +151,7 @@ def build(run: Run, folder: Path, progress: Progress = lambda what, done, total:
     trainer = Trainer(drafter, sources[0], run.train, run.loss)
     if (folder / CHECKPOINT).exists():
         trainer.restore(folder)
-    return Job(trainer, sources[1], skipped)
+    return Job(trainer, sources[1], tokenizer, skipped)
 
 
 def features(

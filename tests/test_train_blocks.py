@@ -5,9 +5,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from dspine_mlx.convert.layouts import METHODS
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspine import DSpine
-from dspine_mlx.load import METHODS
 from dspine_mlx.target import Target
 from dspine_mlx.train.blocks import Batch, forward
 from dspine_mlx.train.config import LossConfig

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from dspine_mlx.convert.checkpoint import parameters
+from dspine_mlx.convert.detect import detect
+from dspine_mlx.convert.layouts import METHODS
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspine import GATES, DSpine
-from dspine_mlx.load import METHODS, identify
 from dspine_mlx.target import Target
 from dspine_mlx.train.blocks import forward
 from dspine_mlx.train.config import LossConfig
@@ -57,9 +59,10 @@ def build(checkpoint: Checkpoint) -> tuple[DFlash, Any]:
     config, weights = checkpoint
     model, head = tiny_target(SHAPE)
     arrays = {name: mx.array(value) for name, value in weights.items()}
-    drafter_class, config_class = METHODS[identify(config, arrays)]
+    layout = detect(config, arrays)
+    drafter_class, config_class = METHODS[layout.method]
     drafter = drafter_class(config_class.from_dict(config))
-    drafter.load_weights(list(drafter.sanitize(arrays).items()))
+    drafter.load_weights(list(parameters(layout, arrays).items()))
     if isinstance(drafter, DSpine):
         drafter.transfer_codes.freeze()
     return drafter.bind(Target(model)), head

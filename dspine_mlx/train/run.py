@@ -13,10 +13,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.config import flatten
+from dspine_mlx.convert.checkpoint import open_checkpoint
+from dspine_mlx.convert.layouts import METHODS
+from dspine_mlx.convert.read import read_config
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
-from dspine_mlx.load import METHODS, read_config, read_weights, resolve
+from dspine_mlx.load import resolve
 from dspine_mlx.target import Target
 from dspine_mlx.train.batches import Observe
 from dspine_mlx.train.config import LOSSES, LossConfig, TrainConfig
@@ -185,9 +188,6 @@ def new_drafter(run: Run, target: Target, tokenizer: TokenizerWrapper) -> DFlash
     if run.bidirectional:
         for layer in drafter.layers:
             layer.self_attn.causal = False
-    for name in ("embed_tokens", "lm_head"):
-        if name in drafter:
-            drafter[name].freeze()
     return drafter
 
 
@@ -226,7 +226,7 @@ def spread(layers: int, taps: int) -> list[int]:
 
 def warm_start(drafter: DFlash, path: str) -> None:
     """Take over a drafter's tensors: a DFlash checkpoint has the backbone of every method."""
-    weights = drafter.sanitize(read_weights(resolve(path)))
+    weights = open_checkpoint(resolve(path)).arrays()
     own = dict(tree_flatten(drafter.parameters()))
     fit = {n: w for n, w in weights.items() if n in own and own[n].shape == w.shape}
     lost = sorted(weights.keys() - fit.keys())

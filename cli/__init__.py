@@ -14,6 +14,7 @@ from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
 from dspine_mlx.cli.serve import SETTINGS, serve
+from dspine_mlx.cli.train import app as train
 from dspine_mlx.errors import InputError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(bench)
 app.command()(doctor)
 app.command()(calibrate)
 app.command(context_settings=SETTINGS, add_help_option=False)(serve)
+app.add_typer(train, name="train")
 
 
 def version(wanted: bool) -> None:

@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from threading import Event
@@ -21,9 +22,23 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Train a drafter for a target, in MLX.", no_args_is_help=True)
 
 
+class Dtype(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
 class Layout(str, Enum):
     mlx = "mlx"
     hf = "hf"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """How OUTPUT/drafter is written."""
+
+    layout: Layout
+    dtype: Dtype
 
 
 Strict = Annotated[
@@ -65,6 +80,9 @@ def run(
     export: Annotated[
         Layout, typer.Option(help="Names in OUTPUT/drafter: mlx, or hf (SpecForge's layout).")
     ] = Layout.mlx,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the weights in OUTPUT/drafter.")
+    ] = Dtype.bfloat16,
     bidirectional: Annotated[
         bool, typer.Option("--bidirectional", help="Slots see later slots; for comparison only.")
     ] = False,
@@ -92,7 +110,7 @@ def run(
             bidirectional=bidirectional,
             strict=strict,
         )
-    work(todo, output, resume, export, plot)
+    work(todo, output, resume, Drafter(export, dtype), plot)
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
@@ -104,8 +122,10 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         raise InputError(f"--target-layers is {text!r}; it must be numbers like 3,4,5") from error
 
 
-def work(todo: "Run", output: Path, resume: bool, layout: Layout, plot: bool) -> None:
+def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) -> None:
     """Build the run, train it, and leave OUTPUT/drafter."""
+    import mlx.core as mx
+
     from dspine_mlx.train.export import export
     from dspine_mlx.train.loop import Record, train
     from dspine_mlx.train.plot import plot as draw
@@ -129,9 +149,16 @@ def work(todo: "Run", output: Path, resume: bool, layout: Layout, plot: bool) ->
             text = "loss {loss:.3f}  acceptance {greedy:.2f} greedy, {sampled:.2f} sampled"
             bar.update(task, description=text.format(**record), completed=trainer.step)
 
+        dtypes = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
         def keep() -> None:
             export(
-                trainer.drafter, output / "drafter", todo.loss, hf=layout is Layout.hf, replace=True
+                trainer.drafter,
+                output / "drafter",
+                todo.loss,
+                hf=drafter.layout is Layout.hf,
+                dtype=dtypes[drafter.dtype],
+                replace=True,
             )
 
         finished = train(

@@ -8,6 +8,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +41,7 @@ def load(name: str, path: Path) -> ModuleType:
     return module
 
 
+@cache
 def templates() -> list[Callable[..., dict]]:
     """The 85 usable problem generators, each called with (random.Random, difficulty)."""
     spec = importlib.util.find_spec("reasoning_gym")

@@ -90,11 +90,10 @@ class NumpyLoss:
             rows: list[dict[str, Any]] = [{"base": x} for x in states]
             if markov is not None:
                 path = [int(token) for token in before]
-                biases = [
-                    markov.bias(states[: t + 1], path[: t + 1], slice(None)) for t in range(M)
-                ]
-                for row, bias, x, token in zip(rows, biases, states, path, strict=True):
-                    row |= {"bias": bias, "confidence": markov.confidence(x, token)}
+                everything = np.arange(c["vocab_size"])
+                for t, row in enumerate(rows):
+                    row["bias"] = markov.bias(states[: t + 1], path[: t + 1], everything)
+                    row["confidence"] = markov.confidence(states[t], path[t])
             return rows
         known = np.sqrt(w["transfer_codes"].shape[1]) * w["transfer_codes"][before]
         after = []

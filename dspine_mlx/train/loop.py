@@ -41,6 +41,11 @@ class Trainer:
     """
 
     def __init__(self, drafter: DFlash, source: Source, config: TrainConfig, loss: LossConfig):
+        causal = all(layer.self_attn.causal for layer in drafter.layers)
+        if config.short_block_size is not None and not causal:
+            raise InputError(
+                "short_block_size needs slots that see earlier slots only; this drafter's see all"
+            )
         self.drafter, self.source, self.config, self.loss = drafter, source, config, loss
         self.optimizer = optim.AdamW(
             learning_rate=config.learning_rate,

@@ -15,10 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.config import flatten
 from dspine_mlx.convert.checkpoint import open_checkpoint
 from dspine_mlx.convert.layouts import METHODS
+from dspine_mlx.convert.read import read_config
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
-from dspine_mlx.load import read_config, resolve
+from dspine_mlx.load import resolve
 from dspine_mlx.target import Target
 from dspine_mlx.train.batches import Observe
 from dspine_mlx.train.config import LOSSES, LossConfig, TrainConfig
@@ -114,6 +115,7 @@ class Job:
 
     trainer: Trainer
     held_out: Source
+    tokenizer: TokenizerWrapper
     skipped: list[str]  # one sentence for each line of the data that can't be used
 
 
@@ -152,7 +154,7 @@ def build(run: Run, folder: Path, progress: Progress = lambda what, done, total:
     trainer = Trainer(drafter, sources[0], run.train, run.loss)
     if (folder / CHECKPOINT).exists():
         trainer.restore(folder)
-    return Job(trainer, sources[1], skipped)
+    return Job(trainer, sources[1], tokenizer, skipped)
 
 
 def features(
@@ -186,9 +188,6 @@ def new_drafter(run: Run, target: Target, tokenizer: TokenizerWrapper) -> DFlash
     if run.bidirectional:
         for layer in drafter.layers:
             layer.self_attn.causal = False
-    for name in ("embed_tokens", "lm_head"):
-        if name in drafter:
-            drafter[name].freeze()
     return drafter
 
 

@@ -7,7 +7,7 @@ drafter's own confidence. Each rule's tokens per second is computed at its own b
 published cost curves:
 
     threshold  feeds row k while its own gain pays, with no look ahead
-    admitted   the package's rule: later slots are expected to have their usual chance
+    admitted   the package's rule: later slots are expected to have the greedy path's chances
     induction  backward induction over slot, predecessor and survival (32 values): the optimum
 """
 
@@ -39,6 +39,7 @@ class Table:
 def record(path: Path, texts: int, temp: float, every: int = 4) -> list[Table]:
     """Tables at every fourth position of greedy texts."""
     model, tokenizer, drafter = dspine_mlx.load()
+    assert drafter is not None
     sampler, tables = Sampler(temp=temp), []
     taps = drafter.config.target_layer_ids
     for line in path.read_text(encoding="utf-8").splitlines()[:texts]:
@@ -57,7 +58,7 @@ def record(path: Path, texts: int, temp: float, every: int = 4) -> list[Table]:
             M, K = proposal.candidates.shape
             start = mx.broadcast_to(proposal.first, (1, K, K))
             q = sampler.draft_law(mx.concatenate([start, proposal.transitions]))
-            odds = evidence(None, mx.zeros((1,)), mx.log(q).reshape(M * K, K)).reshape(M, K)
+            odds = evidence(None, mx.zeros((1,)), q.reshape(M * K, K)).reshape(M, K)
             tables.append(Table(np.array(q, float), sigmoid(np.clip(np.array(odds), -20, 20))))
     return tables
 
@@ -76,13 +77,14 @@ def values(table: Table, seconds: np.ndarray, rate: float) -> np.ndarray:
     return W
 
 
-def lengths(
-    rule: str, table: Table, path: list[int], means: np.ndarray, seconds: np.ndarray, rate: float
-) -> int:
+def lengths(rule: str, table: Table, path: list[int], seconds: np.ndarray, rate: float) -> int:
     before = [0, *path[:-1]]
     c = table.c[np.arange(len(path)), before]
     if rule == "admitted":
-        return admitted(c, means, seconds, rate)
+        greedy = [0]
+        for q in table.q[:-1]:
+            greedy.append(int(q[greedy[-1]].argmax()))
+        return admitted(c, table.c[np.arange(len(path)), greedy], seconds, rate)
     W = values(table, seconds, rate) if rule == "induction" else np.zeros((len(c) + 1, 16, 32))
     stands = 1.0
     for k, j in enumerate(path):
@@ -103,12 +105,12 @@ def draw(table: Table, rng: np.random.Generator) -> list[int]:
 
 def speed(rule: str, tables: list[Table], seconds: np.ndarray, draft: float) -> float:
     """Tokens per second at the rate that reproduces itself."""
-    rate, means = 1 / seconds[0], np.mean([t.c[:, 0] for t in tables], axis=0)
+    rate = 1 / seconds[0]
     for _ in range(4):
         rng, tokens, time = np.random.default_rng(0), 0.0, 0.0
         for table in tables:
             path = draw(table, rng)
-            length = lengths(rule, table, path, means, seconds, rate)
+            length = lengths(rule, table, path, seconds, rate)
             c = table.c[np.arange(len(path)), [0, *path[:-1]]]
             tokens += 1 + np.cumprod(c[:length]).sum()
             time += draft + seconds[length]

@@ -102,6 +102,7 @@ def report(one: "Fit") -> dict[str, Any]:
         "biases": list(one.calibration.biases),
         "ece_before": one.before.tolist(),
         "ece_after": one.after.tolist(),
+        "ece_by_chance": one.by_chance.tolist(),
     }
 
 
@@ -111,7 +112,7 @@ def show(mode: str, one: "Fit") -> None:
     from rich.table import Table
 
     table = Table(title=f"{mode}, {len(one.held_out.accepted)} held-out rounds", box=None)
-    for column in ("slot", "stood", "T", "b", "error before", "after"):
+    for column in ("slot", "stood", "T", "b", "error before", "after", "by chance"):
         table.add_column(column, justify="right")
     fitted = one.calibration
     for slot in range(len(fitted.biases)):
@@ -122,8 +123,10 @@ def show(mode: str, one: "Fit") -> None:
             f"{fitted.biases[slot]:+.2f}",
             f"{one.before[slot]:.1%}",
             f"{one.after[slot]:.1%}",
+            f"{one.by_chance[slot]:.1%}",
         )
-    table.add_row("mean", "", "", "", f"{one.before.mean():.1%}", f"{one.after.mean():.1%}")
+    means = [f"{errors.mean():.1%}" for errors in (one.before, one.after, one.by_chance)]
+    table.add_row("mean", "", "", "", *means)
     Console(highlight=False).print(table)
 
 

@@ -70,22 +70,24 @@ def fit(logits: np.ndarray, accepted: np.ndarray, biased: bool = True) -> Calibr
 
     logits: [n, M] evidence of n rounds that offered all M tokens; accepted: [n] tokens that stood.
     Each slot's temperature is the one of 41 that gives the cumulative product the smallest 15-bin
-    calibration error; its bias makes the mean chance among the rounds that reached the slot equal
-    to the share that passed it.
+    calibration error, or of those within half a standard error the one nearest to 1; its bias makes
+    the mean chance among the rounds that reached the slot equal to the share that passed it.
     """
     logits = np.clip(logits, -20, 20)
     reached, temperatures, biases = np.ones(len(logits)), [], []
     for slot in range(logits.shape[1]):
         stood = accepted > slot
         alive = logits[accepted >= slot, slot]
-        best = (np.inf, 1.0, 0.0)
+        tried = []
         for T in TEMPERATURES:
             bias = intercept(alive / T, int(stood.sum())) if biased else 0.0
             error = ece(reached * sigmoid(logits[:, slot] / T + bias), stood)
-            best = min(best, (error, T, bias))
-        temperatures.append(float(best[1]))
-        biases.append(float(best[2]))
-        reached = reached * sigmoid(logits[:, slot] / best[1] + best[2])
+            tried.append((error, float(T), bias))
+        close = min(tried)[0] + 0.5 * stood.std() / len(stood) ** 0.5
+        _, T, bias = min((t for t in tried if t[0] <= close), key=lambda t: abs(np.log(t[1])))
+        temperatures.append(T)
+        biases.append(bias)
+        reached = reached * sigmoid(logits[:, slot] / T + bias)
     return Calibration(tuple(temperatures), tuple(biases), len(logits))
 
 
@@ -119,6 +121,17 @@ def survival_errors(
     """The calibration error [M] of each slot's survival."""
     survival = np.cumprod(sigmoid(calibration.log_odds(logits)), axis=1)
     return np.array([ece(survival[:, t], accepted > t) for t in range(logits.shape[1])])
+
+
+def chance_errors(calibration: Calibration, logits: np.ndarray, draws: int = 20) -> np.ndarray:
+    """The error [M] that as many rounds would show by chance if the calibration were exact."""
+    chances = sigmoid(calibration.log_odds(logits))
+    rng = np.random.default_rng(0)
+    errors = []
+    for _ in range(draws):
+        accepted = np.cumprod(rng.uniform(size=chances.shape) < chances, axis=1).sum(axis=1)
+        errors.append(survival_errors(calibration, logits, accepted))
+    return np.mean(errors, axis=0)
 
 
 def calibration_key(drafter: DFlash) -> dict[str, str]:

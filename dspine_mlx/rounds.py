@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.calibration import Calibration, fit, survival_errors, uncalibrated
+from dspine_mlx.calibration import Calibration, chance_errors, fit, survival_errors, uncalibrated
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.schedule import Fixed
@@ -84,6 +84,7 @@ class Fit:
     held_out: Rounds
     before: np.ndarray
     after: np.ndarray
+    by_chance: np.ndarray  # what an exact calibration would show on as many rounds
 
 
 def calibrate(texts: list[Rounds]) -> Fit:
@@ -105,7 +106,7 @@ def calibrate(texts: list[Rounds]) -> Fit:
             len(rounds.accepted),
             LEAST_ROUNDS,
         )
-        return Fit(plain, held_out, before, before)
+        return Fit(plain, held_out, before, before, chance_errors(plain, held_out.evidence))
     trial = fit(fitted.evidence, fitted.accepted)
     after = survival_errors(trial, held_out.evidence, held_out.accepted)
     final = replace(
@@ -113,7 +114,7 @@ def calibrate(texts: list[Rounds]) -> Fit:
         ece_before=float(before.mean()),
         ece_after=float(after.mean()),
     )
-    return Fit(final, held_out, before, after)
+    return Fit(final, held_out, before, after, chance_errors(trial, held_out.evidence))
 
 
 def sum_of(texts: Iterable[Rounds]) -> Rounds:

@@ -17,6 +17,7 @@ class Draft(NamedTuple):
     candidates: mx.array  # [M, K]
     q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
     evidence: mx.array | None = None  # [M] log-odds that slot t stands after t - 1, uncalibrated
+    outlook: mx.array | None = None  # [M] the same along the greedy path, known before any draw
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]
@@ -39,24 +40,25 @@ def select(proposal: Proposal, sampler: Sampler | None = None, kernels: Kernels 
             temp = sampler.temp
         noise = mx.random.gumbel(candidates.shape) * temp
     path, law = walk(first, transitions, noise, 1 / temp, kernels)
-    before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
-    return Draft(
-        mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0],
-        candidates,
-        None if sampler is None else law,
-        evidence(proposal.confidence, before, mx.log(law)),
-    )
+    tokens = mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0]
+    known = evidence(proposal.confidence, path, law)
+    if sampler is None:
+        return Draft(tokens, candidates, None, known)
+    greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
+    return Draft(tokens, candidates, law, known, evidence(proposal.confidence, *greedy))
 
 
-def evidence(confidence: mx.array | None, before: mx.array, rows: mx.array) -> mx.array:
+def evidence(confidence: mx.array | None, path: mx.array, law: mx.array) -> mx.array:
     """Log-odds [M] that slot t stands given that slot t - 1 does, as the drafter has it.
 
-    From its confidence [M, K] at the predecessor's index before[t]; without one, the log-odds of
-    the top entry of the row [K] of scores that slot t was picked from.
+    From its confidence [M, K] after the predecessor on the path [M] of candidate indices; without
+    one, the log-odds of the top entry of the law [K] that slot t was picked from.
     """
     if confidence is not None:
+        before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
         c = mx.take_along_axis(confidence, before[:, None], axis=1)[:, 0]
         return mx.log(c) - mx.log1p(-c)
+    rows = mx.log(law)
     top = mx.argmax(rows, axis=-1, keepdims=True)
     others = mx.where(mx.arange(rows.shape[-1]) == top, -mx.inf, rows)
     return rows.max(axis=-1) - mx.logsumexp(others, axis=-1)

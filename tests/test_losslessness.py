@@ -59,8 +59,13 @@ class Toy:
         before = [0, *picks[:-1]]
         rows = np.stack([self.q[t, i] for t, i in enumerate(before)])
         tokens = self.candidates[np.arange(self.M), list(picks)]
-        c = evidence(mx.array(self.confidence.astype(np.float32)), mx.array(before), mx.array(rows))
-        draft = Draft(mx.array(tokens), mx.array(self.candidates), float64(rows), c)
+        confidence = mx.array(self.confidence.astype(np.float32))
+        known = evidence(confidence, mx.array(picks), mx.array(rows))
+        greedy = [int(self.q[0, 0].argmax())]
+        for law in self.q[1:]:
+            greedy.append(int(law[greedy[-1]].argmax()))
+        outlook = evidence(confidence, mx.array(greedy), mx.array(rows))
+        draft = Draft(mx.array(tokens), mx.array(self.candidates), float64(rows), known, outlook)
         return draft, float(np.prod(rows[np.arange(self.M), list(picks)]))
 
     def rows(self, tokens: list[int]) -> mx.array:
@@ -128,7 +133,6 @@ def policy(toy: Toy, seed: int, sampled: bool = True) -> Auto:
     auto = Auto(Costs(Curve((1, 2), (1, 1), (0.2, 0.2), (rows, rows))), uncalibrated(toy.M))
     auto.begin(Statistics(), Sampler(temp=1.0 if sampled else 0.0), 1)
     auto.count(rng.uniform(0.5, 3), rng.uniform(0.5, 3), fading=0)
-    auto.belief.means = rng.uniform(0, 1, toy.M)
     return auto
 
 

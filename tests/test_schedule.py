@@ -17,7 +17,7 @@ from dspine_mlx.calibration import uncalibrated
 from dspine_mlx.costs import Costs, Curve
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.schedule import Auto, Fixed, Schedule, admitted, verify_length
+from dspine_mlx.schedule import Auto, Fixed, Schedule, Watch, admitted, verify_length
 from dspine_mlx.selection import Draft
 from tests.bench.simulate import HERE, Machine, Trace, compare, curve_of, made_up, replay
 from tests.tiny import plain_steps, random_prompt, same_steps, scripted, tiny_dflash
@@ -209,8 +209,8 @@ class Restless(Auto):
     def hopeless(self, depth: int) -> bool:
         return False
 
-    def judge(self, chances: np.ndarray, depth: int) -> None:
-        super().judge(chances, depth)
+    def judge(self, watch: Watch, depth: int) -> None:
+        super().judge(watch, depth)
         self.parked = False
 
 

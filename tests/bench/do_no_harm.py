@@ -1,8 +1,8 @@
 """Speed of `verify_length="auto"` against mlx_lm.stream_generate and fixed lengths.
 
 All texts are made side by side, CHUNK tokens of one, then of the next (A B A B ...), so other load
-on the machine hits all alike; "auto" starts with nothing learnt. Medians over the sweeps of plain
-decoding's time over the contestant's, by wall clock and by processor time.
+on the machine hits all alike; "auto" starts with nothing learnt unless --warm. Medians over the
+sweeps of plain decoding's time over the contestant's, by wall clock and by processor time.
 
     python -m tests.bench.do_no_harm [--drafter random|demo|FOLDER] [--dtype float32]
         [--tokens 512] [--sweeps 5] [--fixed 1 2 3 4 7] [--temp 0]
@@ -33,12 +33,13 @@ from dspine_mlx.schedule import Schedule
 from dspine_mlx.target import Target
 
 PROMPTS = [
-    "Once upon a time, there was a little girl named Lily.",
-    "One day, a boy named Tim went to the park with his dog.",
-    "The sun was hot and the bird was sad.",
+    "Mia can peel 12 shrimps a minute and saute 45 shrimps in 14 minutes. How long will it take "
+    "her to peel and saute 540 shrimps?",
+    "A farmer has 14 cows and sells 5 of them for 300 dollars each. How many cows are left, and "
+    "how much money did the farmer get?",
+    "Tom reads 20 pages on Monday and twice as many on Tuesday. How many pages did he read?",
+    "A shop sells 6 boxes of 24 pencils a day. How many pencils does it sell in a week?",
 ]
-
-
 CHUNK = 32
 
 
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=5)
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
     parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--warm", action="store_true", help="keep what was learnt in a sweep")
     parser.add_argument("--explain", action="store_true")
     args = parser.parse_args()
     mx.disable_compile()
@@ -117,15 +119,17 @@ def main() -> None:
     print("verify", [round(v / row, 2) for v in curve.verify[0]])
     ratios: dict[str, list[tuple[float, float]]] = {}
     for sweep in range(args.sweeps):
-        prompt = PROMPTS[sweep % len(PROMPTS)]
+        question = [{"role": "user", "content": PROMPTS[sweep % len(PROMPTS)]}]
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
         plain = make_sampler(temp=args.temp)
         contestants: dict[str, Iterator[Any]] = {
             "plain": mlx_lm.stream_generate(
                 model, tokenizer, prompt, max_tokens=args.tokens, sampler=plain
             )
         }
-        schedule = Schedule(costs_of(drafter), {}, print if args.explain else None)
-        object.__setattr__(drafter, "schedule", schedule)
+        if sweep == 0 or not args.warm:
+            schedule = Schedule(costs_of(drafter), {}, print if args.explain else None)
+            object.__setattr__(drafter, "schedule", schedule)
         for length in [*args.fixed, "auto"]:
             contestants[str(length)] = dspine_mlx.stream_generate(
                 model,

@@ -1,0 +1,163 @@
+"""Calibration: laws with a known answer, and files that don't fit."""
+
+import json
+import logging
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx import costs
+from dspine_mlx.calibration import (
+    TEMPERATURES,
+    Calibration,
+    calibration_path,
+    ece,
+    fit,
+    intercept,
+    load_calibrations,
+    mode_of,
+    save_calibrations,
+    sigmoid,
+    survival_errors,
+    uncalibrated,
+)
+from dspine_mlx.rounds import Rounds, calibrate, record
+from dspine_mlx.sampling import Sampler
+from dspine_mlx.schedule import fit_temperatures
+from tests.tiny import plain_steps, random_prompt, scripted, tiny_dflash
+
+
+def rounds_of(logits: np.ndarray, seed: int) -> np.ndarray:
+    """Accepted tokens of rounds whose true conditional log-odds are given."""
+    stood = np.random.default_rng(seed).uniform(size=logits.shape) < sigmoid(logits)
+    return np.cumprod(stood, axis=1).sum(axis=1)
+
+
+def test_ece_by_hand() -> None:
+    """Two bins: .1 and .12 against 0 and 1, .9 against 1: (|.22 - 1| + |.9 - 1|) / 3."""
+    assert ece(np.array([0.1, 0.12, 0.9]), np.array([0, 1, 1])) == pytest.approx(0.88 / 3)
+    assert ece(np.array([0.0, 1.0]), np.array([0, 1])) == 0
+
+
+def test_temperatures_are_those_of_the_paper() -> None:
+    assert len(TEMPERATURES) == 41
+    assert TEMPERATURES[[0, 20, 40]] == pytest.approx([0.1, 1, 10])
+    np.testing.assert_allclose(np.diff(np.log(TEMPERATURES)), np.log(100) / 40)
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.lists(st.sampled_from([0.25, 1.0, 4.0]), min_size=2, max_size=3), st.integers(0, 99))
+def test_known_temperatures_are_found(true: list[float], seed: int) -> None:
+    """Evidence that overstates or understates by a factor: found within two steps of the grid."""
+    rng = np.random.default_rng(seed)
+    logits = 0.8 + 1.5 * rng.standard_normal((20_000, len(true)))
+    accepted = rounds_of(logits, seed + 1)
+    found = fit_temperatures(logits * np.array(true), accepted)
+    assert np.abs(np.log(found / true)).max() < 0.45
+
+
+def test_a_bias_is_found_where_no_temperature_helps() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((20_000, 3))
+    accepted = rounds_of(logits - np.array([0.0, 1.5, -1.0]), 1)
+    found = fit(logits, accepted)
+    np.testing.assert_allclose(found.biases, [0, -1.5, 1], atol=0.25)
+    after = survival_errors(found, logits, accepted)
+    before = survival_errors(uncalibrated(3), logits, accepted)
+    assert after.max() < 0.01 < before[1]
+
+
+def test_the_fit_is_better_on_other_rounds_too() -> None:
+    rng = np.random.default_rng(0)
+    logits = 0.5 + rng.standard_normal((3000, 7))
+    accepted = rounds_of(0.4 * logits - 0.3, 1)
+    texts = [Rounds(logits[i : i + 100], accepted[i : i + 100]) for i in range(0, 3000, 100)]
+    result = calibrate(texts)
+    assert result.after.mean() < 0.02 < result.before.mean()
+    assert result.calibration.rounds == 3000
+    assert result.calibration.ece_after == pytest.approx(result.after.mean())
+
+
+@given(st.lists(st.floats(-20, 20), max_size=30), st.data())
+def test_intercepts_are_finite_and_match(logits: list[float], data: st.DataObject) -> None:
+    stood = data.draw(st.integers(0, len(logits)))
+    b = intercept(np.array(logits), stood)
+    assert abs(b) < 60
+    if abs(b) < 11.9:
+        total = sigmoid(np.array([*logits, 0.0, 0.0]) + b).sum()
+        assert total == pytest.approx(stood + 1, abs=1e-3)
+
+
+def test_odd_evidence_stays_finite() -> None:
+    odds = uncalibrated(3).log_odds(np.array([np.inf, -np.inf, np.nan]))
+    np.testing.assert_array_equal(odds, [20, -20, 0])
+
+
+def test_modes() -> None:
+    assert mode_of(make_sampler(temp=0.7)) == "greedy"  # compared with: one-hot drafts
+    assert mode_of(Sampler(temp=0.0)) == "greedy"
+    assert mode_of(Sampler(temp=0.3)) == "sampled from 0.0"
+    assert mode_of(Sampler(temp=0.5)) == "sampled from 0.5"
+    assert mode_of(Sampler(temp=1.5)) == "sampled from 0.9"
+
+
+def test_files_come_back(model: nn.Module) -> None:
+    drafter = tiny_dflash(model)
+    modes = {"greedy": Calibration((0.5,) * 7, (0.1,) * 7, 99, 0.2, 0.01)}
+    save_calibrations(calibration_path(drafter), drafter, modes)
+    assert load_calibrations(drafter) == modes
+    assert load_calibrations(tiny_dflash(model, seed=8)) == {}  # same shapes, other weights
+
+
+@pytest.mark.parametrize("bad", ["other pair", "slots", "zero", "json", "null", "text"])
+def test_a_bad_file_is_a_warning(
+    bad: str, model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter, path = tiny_dflash(model), tmp_path / "calibration.json"
+    save_calibrations(path, drafter, {"greedy": Calibration((1.0,) * 7, (0.0,) * 7)})
+    data = json.loads(path.read_text())
+    if bad == "other pair":
+        data["key"]["values"] = "0"
+    if bad == "slots":
+        data["modes"]["greedy"] |= {"temperatures": [1.0], "biases": [0.0]}
+    if bad == "zero":
+        data["modes"]["greedy"]["temperatures"][2] = 0
+    if bad == "null":
+        data["modes"] = None
+    if bad == "text":
+        data["modes"]["greedy"]["biases"][0] = "x"
+    path.write_text("{" if bad == "json" else json.dumps(data))
+    with caplog.at_level(logging.WARNING):
+        assert load_calibrations(drafter, path) == {}
+    assert len(caplog.records) == 1
+
+
+def test_recording_counts_what_stood(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    prompt = random_prompt(12)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=30)
+    text = prompt + [token for token, _ in plain]
+    drafter = scripted(model, text, "right but the last")
+    seen = record(model, tokenizer, drafter, prompt, make_sampler(0), 30)
+    assert set(seen.accepted.tolist()) == {6}
+    assert seen.evidence.shape == (len(seen.accepted), 7)
+    np.testing.assert_allclose(
+        seen.evidence[0], -np.log(np.exp(-np.arange(1, 4)).sum()), rtol=1e-5
+    )  # scores 0, -1, -2, -3
+
+
+def test_one_prompt_or_few_rounds_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    few = Rounds(np.zeros((10, 3)), np.zeros(10, int))
+    result = calibrate([few])
+    assert result.calibration == uncalibrated(3)
+    assert "one prompt only" in caplog.text
+    assert "too few" in caplog.text
+
+
+def test_calibrations_stay_out_of_the_model_folder(model: nn.Module) -> None:
+    assert calibration_path(tiny_dflash(model)).parent == costs.CACHE

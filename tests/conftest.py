@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.serving import ALL, Server, scripted_pair, serving
 from tests.tiny import tiny_target
 
 mx.disable_compile()  # on the CPU every compiled shape costs seconds of g++
+# Shells start background jobs with SIGINT ignored, and child processes would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,20 @@
 """Targets of every family: found, tapped, and documented as they are."""
 
+from itertools import islice
+from typing import Any
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+import dspine_mlx
 from dspine_mlx.rollback import Rollback, leaves
 from dspine_mlx.target import Target, find_body
 from tests.bench.families import MODELS, PAGE, rollback_kind
-from tests.families import FAMILIES, build
+from tests.families import FAMILIES, build, scripted_drafter
+from tests.tiny import plain_steps, same_steps
 
 NORMS = ("norm", "embedding_norm", "norm_f", "final_layernorm", "final_norm")
 
@@ -56,3 +63,51 @@ def test_the_documented_rollback_is_the_one_that_happens(family: str) -> None:
 def test_every_family_is_documented() -> None:
     assert set(FAMILIES) - set(MODELS) == {"qwen3_tied"}
     assert documented().keys() == set(MODELS.values())
+
+
+SHORT = 12  # tokens in all stay inside the tiny windows, where rows of a block are bit-equal
+LAWS: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
+    "greedy": ({}, {}),
+    "penalties": ({}, {"repetition_penalty": 1.3, "presence_penalty": 0.4}),
+    "top-p, bias": ({"temp": 0.9, "top_p": 0.8}, {"logit_bias": {5: 2.0}}),
+    "min-p, frequency": ({"temp": 1.1, "min_p": 0.05}, {"frequency_penalty": 0.6}),
+    "xtc, top-k": ({"temp": 1.0, "top_k": 9, "xtc_probability": 0.5, "xtc_threshold": 0.02}, {}),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "llama", "qwen3_moe", "gemma3", "gemma4_text", "gpt_oss"]
+)
+def test_two_turns_under_every_law(tokenizer: TokenizerWrapper, family: str, law: str) -> None:
+    """Seeded text and logprobs are mlx-lm's, in a first turn that is closed early and in a second
+    one from its cache."""
+    model = build(family)
+    endless = TokenizerWrapper(tokenizer._tokenizer)
+    endless.eos_token_ids = {-1}
+    temperature, penalties = LAWS[law]
+
+    def options(turn: int) -> dict[str, Any]:
+        mx.random.seed(turn)
+        return {
+            "max_tokens": SHORT // 2,
+            "sampler": make_sampler(**temperature),
+            "logits_processors": make_logits_processors(**penalties),
+        }
+
+    prompt, cache = [7, 9, 3], make_prompt_cache(model)
+    first = plain_steps(model, endless, prompt, **options(1))[:4]
+    said = [token for token, _ in first]
+    more = [11, 4]
+    plain_cache = make_prompt_cache(model)
+    model(mx.array([prompt + said]), cache=plain_cache)
+    second = plain_steps(model, endless, more, prompt_cache=plain_cache, **options(2))
+    text = prompt + said + more + [token for token, _ in second]
+    drafter = scripted_drafter(model, text, "now and then")
+    for turn, (asked, wanted) in enumerate(((prompt, first), (more, second)), 1):
+        responses = dspine_mlx.stream_generate(
+            model, endless, asked, drafter, prompt_cache=cache, verify_length=5, **options(turn)
+        )
+        ours = [(r.token, r.logprobs) for r in islice(responses, len(wanted))]
+        responses.close()
+        assert same_steps(ours, wanted)

@@ -172,6 +172,12 @@ class Belief:
     def fade(self) -> None:
         self.own *= 0.99
 
+    def relax(self) -> None:
+        """Another text: what was learnt counts for half, and is soon unlearnt."""
+        self.common, self.own = self.common / 2, self.own / 2
+        self.information = self.least
+        self.own_information[:] = OWN
+
 
 class Auto:
     """Length and parking from measured costs and calibrated chances.
@@ -206,6 +212,9 @@ class Auto:
         self.watched: Watch | None = None
         self.last = 0.0  # clock at the last plain token; 0: not usable
         self.stretch = 0  # plain tokens left of a check
+        if self.parked and self.rounds:  # the last text may have been a hard one
+            self.belief.relax()
+            self.tokens, self.seconds, self.countdown = self.tokens / 4, self.seconds / 4, 0
         if not self.rounds and not self.belief.calibration.rounds:
             self.parked, self.countdown = True, 0  # nothing is known: look at one draft first
         if self.hopeless(depth):

@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=5)
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
     parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--prompts", type=Path, help="a prompt a line, in place of four here")
+    parser.add_argument("--ends", action="store_true", help="let texts end where they do")
     parser.add_argument("--warm", action="store_true", help="keep what was learnt in a sweep")
     parser.add_argument("--explain", action="store_true")
     args = parser.parse_args()
@@ -112,14 +114,16 @@ def main() -> None:
     else:
         demo = args.drafter == "demo"
         drafter = load_drafter(DEMO / "drafter" if demo else Path(args.drafter), model)
-    tokenizer._eos_token_ids = set()  # every text gets its full length
+    if not args.ends:
+        tokenizer._eos_token_ids = set()  # every text gets its full length
     curve = costs_of(drafter).curve
     row = curve.plain[0]
     print(f"plain token {1e3 * row:.2f} ms; in plain tokens: draft {curve.draft[0] / row:.2f}, ")
     print("verify", [round(v / row, 2) for v in curve.verify[0]])
     ratios: dict[str, list[tuple[float, float]]] = {}
+    prompts = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else PROMPTS
     for sweep in range(args.sweeps):
-        question = [{"role": "user", "content": PROMPTS[sweep % len(PROMPTS)]}]
+        question = [{"role": "user", "content": prompts[sweep % len(prompts)]}]
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
         plain = make_sampler(temp=args.temp)
         contestants: dict[str, Iterator[Any]] = {

@@ -57,7 +57,7 @@ class Unrefined(DSpine):
     """Every slot picks from its base logits, as in DFlash."""
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list) -> Proposal:
-        states, _, _ = self.injected_backbone(mx.array(anchor), features, cache)
+        states, _, _ = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
         candidates, scores = self.candidates(states)
         M, K = scores.shape
         return Proposal(candidates, scores[0], mx.broadcast_to(scores[1:, None], (M - 1, K, K)))

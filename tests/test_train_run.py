@@ -11,6 +11,8 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typer.testing import CliRunner, Result
 
 from dspine_mlx.cli.train import app
@@ -22,7 +24,8 @@ from dspine_mlx.train.evaluate import Decoded, acceptance, lookup_length
 from dspine_mlx.train.loop import Trainer
 from dspine_mlx.train.run import Run, spread
 from dspine_mlx.train.settings import changed, parse_settings
-from tests.tiny import tiny_target
+from recipes.ablation import Unrefined
+from tests.tiny import random_prompt, tiny_dspine, tiny_target
 
 SMALL = {
     "train.steps": 4,
@@ -288,3 +291,20 @@ def test_a_run_file_says_all(tmp_path: Path) -> None:
     )
     run.save(tmp_path / "run")
     assert Run.read(tmp_path / "run") == run
+
+
+def test_the_unrefined_variant_drafts_from_base_scores(tokenizer: TokenizerWrapper) -> None:
+    """recipes/ablation.py judges drafters trained without refinement by this."""
+    model = tiny_target()
+    drafter = tiny_dspine(model)
+    prompt = random_prompt(9)
+    features = drafter.target.forward(mx.array(prompt), make_prompt_cache(model), (0, 2))[1]
+    refined = drafter.propose(mx.array([7]), features, drafter.make_cache())
+    drafter.__class__ = Unrefined
+    base = drafter.propose(mx.array([7]), features, drafter.make_cache())
+    assert mx.array_equal(base.candidates, refined.candidates).item()
+    assert mx.allclose(base.first, refined.first, atol=1e-6).item()
+    assert mx.array_equal(base.transitions[:, 0], base.transitions[:, -1]).item()
+    assert not mx.allclose(base.transitions, refined.transitions, atol=1e-3).item()
+    plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=8)
+    assert generate(model, tokenizer, prompt, drafter, max_tokens=8) == plain

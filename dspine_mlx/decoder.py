@@ -66,6 +66,7 @@ class DraftContext:
     def __init__(self, drafter: DFlash, cache: list[KVCache]):
         self.drafter, self.cache = drafter, cache
         self.backlog: list[mx.array] = []
+        self.waiting = 0  # rows of the backlog
         self.begin()
 
     def begin(self) -> None:
@@ -76,7 +77,7 @@ class DraftContext:
         """Take in the backlog and the newest features, and propose tokens after the anchor."""
         rows = mx.concatenate([*self.backlog, features], axis=1)
         proposal = self.drafter.propose(anchor, rows, self.cache)
-        self.taken, self.backlog = rows.shape[1] - features.shape[1], []
+        self.taken, self.backlog, self.waiting = self.waiting, [], 0
         return proposal
 
     def commit(self, features: mx.array, rows: int) -> None:
@@ -86,8 +87,9 @@ class DraftContext:
         for c, mark in zip(self.cache, self.marks, strict=True):
             c.trim(c.offset - mark - keep)
         if self.taken is None and rows:
-            self.backlog.append(features[:, :rows])
-        if sum(f.shape[1] for f in self.backlog) >= BACKLOG:
+            self.backlog.append(features[:, :rows] if rows < features.shape[1] else features)
+            self.waiting += rows
+        if self.waiting >= BACKLOG:
             self.catch_up()
         self.begin()
 
@@ -95,7 +97,7 @@ class DraftContext:
         """Take in the backlog without a proposal."""
         if self.backlog:
             self.drafter.extend(mx.concatenate(self.backlog, axis=1), self.cache)
-            self.backlog = []
+            self.backlog, self.waiting = [], 0
             mx.async_eval([c.state for c in self.cache])
 
 
@@ -124,6 +126,7 @@ class Decoder:
         self.own(id(self.prompt_cache[-1]))
         self.context = DraftContext(self.drafter, self.prompt_cache[-layers:])
         self.rollback = Rollback(self.cache, self.drafter.target.model)
+        self.none = self.drafter.no_features()
         self.history = mx.array([], mx.uint32)  # tokens fed so far, for processors and filter
         self.pending: mx.array | None = None
         self.settled = False
@@ -139,7 +142,7 @@ class Decoder:
     def begin(self) -> None:
         """A checkpoint: all rows in the target's caches belong to the text."""
         self.rollback.checkpoint()
-        self.features = self.drafter.no_features()  # of the rows fed since
+        self.features = self.none  # of the rows fed since
         self.rows = 0
 
     def prefill(
@@ -165,6 +168,7 @@ class Decoder:
     def feed(self, tokens: mx.array) -> mx.array:
         """The target's logits [n, V] after each of the tokens [n]."""
         self.fed = tokens
+        self.rollback.feeding(tokens.size)
         taps = self.drafter.config.target_layer_ids
         logits, self.features = self.drafter.target.forward(tokens, self.cache, taps)
         return logits

@@ -39,13 +39,19 @@ class Windowed(Trimmed):
     """A rotating cache, wrapped or not. Its own trim moves counters only.
 
     After an update of several rows the buffer is in time order and holds up to max_size - 1 rows
-    besides the new ones, so the window of the rows that stay is complete. That update made new
-    arrays, so the old ones are kept for the price of a reference. A single row is written over the
-    oldest one, which no later row sees: there, moving the counters is right.
+    besides the new ones, so the window of the rows that stay is complete. That update makes new
+    arrays, so the old ones are held for the price of a reference. A single row is written over the
+    oldest one, which no later row sees: there, moving the counters is right, and a reference held
+    would make MLX copy the whole window.
     """
 
     def __init__(self, cache: RotatingKVCache):
         super().__init__(cache)
+        self.before: tuple[Any, ...] | None = None
+
+    def hold(self) -> None:
+        """Before an update of several rows."""
+        cache = self.cache
         self.before = cache.keys, cache.values, cache.offset, cache._idx
 
     def keep(self, rows: int) -> None:
@@ -55,7 +61,7 @@ class Windowed(Trimmed):
             return
         if fed == 1:
             cache.trim(1)
-        elif rows == 0:
+        elif rows == 0 and self.before is not None:
             cache.keys, cache.values, cache.offset, cache._idx = self.before
         else:
             excess = fed - rows
@@ -125,9 +131,17 @@ class Rollback:
         self.marks = [MARKS[type(c)](c) for c in leaves(self.cache)]
         self.tokens = mx.array([], mx.uint32)  # of the verify forward since then
 
+    def feeding(self, rows: int) -> None:
+        """Before a forward over so many rows."""
+        if rows > 1:
+            for mark in self.marks:
+                if isinstance(mark, Windowed):
+                    mark.hold()
+
     @contextmanager
     def verifying(self, tokens: mx.array) -> Iterator[None]:
         """Around the target's forward over tokens [n], of which a prefix will be accepted."""
+        self.feeding(tokens.size)
         with ExitStack() as stack:
             for cache in leaves(self.cache):
                 if type(cache) is RotatingKVCache and cache.keep:

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.rollback import Rollback, Sinks, leaves
+from dspine_mlx.rollback import Rollback, Sinks, Windowed, leaves
 from tests.families import FAMILIES, WINDOW, build
 
 CONTEXT, LENGTH, VOCABULARY = 5, 2 * WINDOW + 10, 256
@@ -399,3 +399,18 @@ def test_recurrent_caches_are_found_inside_lists() -> None:
         ArraysCache,
         KVCache,
     ]
+
+
+def test_single_rows_are_written_in_place() -> None:
+    """Nothing but the cache refers to a window's arrays before a single row is fed."""
+    model = build("gemma3")
+    cache = make_prompt_cache(model)
+    model(mx.arange(5)[None], cache=cache)
+    rollback = Rollback(cache, model)
+    windows = [mark for mark in rollback.marks if isinstance(mark, Windowed)]
+    assert windows
+    rollback.feeding(1)
+    assert all(mark.before is None for mark in windows)
+    rollback.feeding(2)
+    assert all(mark.before[0] is mark.cache.keys for mark in windows if mark.before)
+    assert all(mark.before for mark in windows)

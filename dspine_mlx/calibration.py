@@ -25,6 +25,7 @@ from dspine_mlx.sampling import Sampler
 log = logging.getLogger(__name__)
 TEMPERATURES = np.logspace(-1, 1, 41)
 BINS = 15
+SHIPPED = "calibration.json"  # in a drafter's folder
 BANDS = (0.0, 0.5, 0.9)  # sampled modes: temperatures above 0, from 0.5 and from 0.9 on
 
 
@@ -155,9 +156,15 @@ def save_calibrations(path: Path, drafter: DFlash, modes: dict[str, Calibration]
 
 
 def load_calibrations(drafter: DFlash, path: Path | None = None) -> dict[str, Calibration]:
-    """The calibrations of a pair by mode; none, with a warning, if the file does not fit it."""
-    path = path or calibration_path(drafter)
-    if not path.is_file():
+    """The calibrations of a pair by mode; none, with a warning, if the file does not fit it.
+
+    path: else the one made on this machine, else the one in the drafter's folder.
+    """
+    paths = [path] if path else [calibration_path(drafter)]
+    if path is None and drafter.folder is not None:
+        paths.append(drafter.folder / SHIPPED)
+    path = next((p for p in paths if p.is_file()), None)
+    if path is None:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

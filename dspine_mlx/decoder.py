@@ -61,10 +61,15 @@ class KVQuantization:
 
 
 class DraftContext:
-    """The drafter's side of a text: its caches, and features of the text it has not taken in."""
+    """The drafter's side of a text: its caches, and features of the text it has not taken in.
+
+    While `wanted` says that no draft can pay, features are dropped rather than taken in, and the
+    caches stay behind the text: rotary positions are relative, so drafts only lose context.
+    """
 
     def __init__(self, drafter: DFlash, cache: list[KVCache]):
         self.drafter, self.cache = drafter, cache
+        self.wanted: Callable[[], bool] = lambda: True
         self.backlog: list[mx.array] = []
         self.waiting = 0  # rows of the backlog
         self.begin()
@@ -95,10 +100,10 @@ class DraftContext:
 
     def catch_up(self) -> None:
         """Take in the backlog without a proposal."""
-        if self.backlog:
+        if self.backlog and self.wanted():
             self.drafter.extend(mx.concatenate(self.backlog, axis=1), self.cache)
-            self.backlog, self.waiting = [], 0
             mx.async_eval([c.state for c in self.cache])
+        self.backlog, self.waiting = [], 0
 
 
 @dataclass
@@ -188,6 +193,7 @@ class Decoder:
     def tokens(self, policy: Policy, budget: float) -> Iterator[Token]:
         """Rounds while drafting pays, plain decoding while it does not, until `budget` tokens or a
         stop token."""
+        self.context.wanted = lambda: not policy.hopeless(self.rollback.position)
         while budget > 0:
             for token in (self.plain if policy.parked else self.speculate)(policy, budget):
                 budget = 0 if token[0] in self.stop else budget - 1

@@ -4,6 +4,7 @@ A block is the anchor x_0 followed by masks. The target's features of all positi
 anchor enter every draft layer as extra keys and values, kept in a cache from round to round.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -126,6 +127,8 @@ class DraftLayer(nn.Module):
 
 class DFlash(nn.Module):
     """The parallel backbone. Embedding and LM head are the target's, shared and never copied."""
+
+    folder: Path | None = None  # that it was loaded from
 
     def __init__(self, config: DrafterConfig):
         super().__init__()

@@ -74,9 +74,12 @@ def load_drafter(
     at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
     """
     chosen = Kernels(kernels)
-    checkpoint, target = open_checkpoint(resolve(path, revision)), Target(model)
+    folder, target = resolve(path, revision), Target(model)
+    checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
-    return assemble_drafter(checkpoint, target, chosen)
+    drafter = assemble_drafter(checkpoint, target, chosen)
+    drafter.folder = folder
+    return drafter
 
 
 def assemble_drafter(checkpoint: Checkpoint, target: Target, kernels: Kernels = OFF) -> DFlash:

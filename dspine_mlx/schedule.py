@@ -101,6 +101,9 @@ class Policy(Protocol):
     def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         """A plain token, which the caller has waited for since the clock's reading waiting."""
 
+    def hopeless(self, depth: int) -> bool:
+        """Whether plain decoding wins even if every drafted token stands."""
+
     def verdict(self, depth: int) -> str:
         """In words, how the text was made."""
 
@@ -126,6 +129,9 @@ class Fixed:
     def watch(self, draft: Draft) -> None: ...
 
     def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None: ...
+
+    def hopeless(self, depth: int) -> bool:
+        return False
 
     def verdict(self, depth: int) -> str:
         return ""
@@ -290,8 +296,12 @@ class Auto:
             self.explain(f"parked at {self.depth}: {self.comparison(self.depth)}")
 
     def probing(self, depth: int) -> bool:
-        due = self.parked and self.watched is None and self.countdown <= 0
-        return due and not self.hopeless(depth)
+        if not self.parked or self.watched is not None or self.countdown > 0:
+            return False
+        hopeless = self.hopeless(depth)
+        if hopeless:  # ask again later, not at every token
+            self.countdown = FIRST_PROBE
+        return not hopeless
 
     def watch(self, draft: Draft) -> None:
         self.watched = Watch(draft)

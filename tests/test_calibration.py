@@ -27,6 +27,7 @@ from dspine_mlx.calibration import (
     survival_errors,
     uncalibrated,
 )
+from dspine_mlx.load import load
 from dspine_mlx.rounds import Rounds, calibrate, record
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.schedule import fit_temperatures
@@ -161,3 +162,15 @@ def test_one_prompt_or_few_rounds_are_warned_about(caplog: pytest.LogCaptureFixt
 
 def test_calibrations_stay_out_of_the_model_folder(model: nn.Module) -> None:
     assert calibration_path(tiny_dflash(model)).parent == costs.CACHE
+
+
+def test_the_shipped_pair_brings_its_calibration(tmp_path: Path) -> None:
+    """It is used from the drafter's folder, and one made on this machine is preferred to it."""
+    _, _, drafter = load()
+    assert drafter is not None
+    shipped = load_calibrations(drafter)
+    assert {"greedy", "sampled from 0.9"} <= shipped.keys()
+    assert all(c.rounds > 60 and (c.ece_after or 1) < (c.ece_before or 0) for c in shipped.values())
+    own = {"greedy": uncalibrated(drafter.config.num_proposals)}
+    save_calibrations(calibration_path(drafter), drafter, own)
+    assert load_calibrations(drafter) == own

@@ -4,7 +4,7 @@ All texts are made side by side, CHUNK tokens of one, then of the next (A B A B 
 on the machine hits all alike; "auto" starts with nothing learnt unless --warm. Medians over the
 sweeps of plain decoding's time over the contestant's, by wall clock and by processor time.
 
-    python -m tests.bench.do_no_harm [--drafter random|demo|FOLDER] [--dtype float32]
+    python -m tests.bench.do_no_harm [--drafter random|random-100m|demo|FOLDER] [--dtype float32]
         [--tokens 512] [--sweeps 5] [--fixed 1 2 3 4 7] [--temp 0]
 """
 
@@ -31,7 +31,9 @@ from dspine_mlx.dspine import DSpine
 from dspine_mlx.load import DEMO, load, load_drafter
 from dspine_mlx.schedule import Schedule
 from dspine_mlx.target import Target
+from tests.bench.loop import pair
 
+# random-100m: target and drafter of tests.bench.loop, with random weights
 PROMPTS = [
     "Mia can peel 12 shrimps a minute and saute 45 shrimps in 14 minutes. How long will it take "
     "her to peel and saute 540 shrimps?",
@@ -109,8 +111,11 @@ def main() -> None:
     model, tokenizer, _ = load(DEMO / "target")
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
+    drafter: DFlash
     if args.drafter == "random":
         drafter = random_drafter(model)
+    elif args.drafter == "random-100m":
+        model, drafter = pair()
     else:
         demo = args.drafter == "demo"
         drafter = load_drafter(DEMO / "drafter" if demo else Path(args.drafter), model)

@@ -55,6 +55,15 @@ def test_greedy_text_is_the_targets(
     assert same_steps(steps(model, tokenizer, prompt, drafter, max_tokens=40), plain)
 
 
+@pytest.mark.parametrize("block_size", range(2, 17))
+def test_every_block_size(model: nn.Module, tokenizer: TokenizerWrapper, block_size: int) -> None:
+    """1 to 15 proposals, some of which stand, after a prompt of one token."""
+    plain = plain_steps(model, tokenizer, [9], max_tokens=33)
+    drafter = scripted(model, text_of([9], plain), "now and then", block_size=block_size)
+    ours = steps(model, tokenizer, [9], drafter, max_tokens=33, verify_length=block_size - 1)
+    assert same_steps(ours, plain)
+
+
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 65, 300])
 def test_prompts_across_chunk_borders(
     model: nn.Module, tokenizer: TokenizerWrapper, length: int

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 CACHE = Path.home() / ".cache" / "dspine-mlx"
 FORMAT = 1
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
+PLAIN = (
+    12  # tokens of plain decoding timed together: its first ones find the caches of the CPU cold
+)
 SECONDS = 3.0  # a measurement stops repeating after about this long
 NOISE, WANDER = 0.15, 0.03  # of one step's log-time; of its mean from step to step
 BALANCE = 30  # FLOP a byte at which Apple GPUs turn from bandwidth- to compute-bound (M1 38, M5 26)
@@ -276,7 +279,7 @@ class Bench:
         for c in self.draft_cache:
             c.trim(min(2, self.features.shape[1]))
 
-    def plain(self, tokens: int = 4) -> None:
+    def plain(self, tokens: int = PLAIN) -> None:
         """Tokens of pipelined plain decoding: the next forward runs while one is read."""
         self.rollback.checkpoint()
         following = self.forward(1)
@@ -313,4 +316,4 @@ class Bench:
                 step()
                 times[name].append(max(time.perf_counter() - begun, 1e-9))
         medians = {name: statistics.median(values) for name, values in times.items()}
-        return medians | {"plain": medians["plain"] / 4}
+        return medians | {"plain": medians["plain"] / PLAIN}

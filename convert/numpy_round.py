@@ -97,6 +97,7 @@ RENAMES = {
     "encoder.output_norm_enc.": "hidden_norm.",
     "logit_head.": "",
     "codes": "transfer_codes",
+    "transfer_codes.weight": "transfer_codes",
 }
 TABLES = ("transfer_codes", "embed_tokens.weight", "lm_head.weight") + tuple(
     f"markov_head.markov_w{i}.weight" for i in (1, 2)
@@ -293,6 +294,13 @@ def dflash_round(
     return markov_round(w, c, target, features, anchor, candidates, k)
 
 
+def gates(w: Weights) -> list[np.ndarray]:
+    """G_q, G_p and A, each [a, r], stacked in one tensor as this package saves them or not."""
+    if "injection.gates.weight" in w:
+        return np.split(w["injection.gates.weight"], 3)
+    return [w[f"injection.{n}.weight"] for n in ("receiver_gate", "predecessor_gate", "message")]
+
+
 def dspine_round(
     weights: Weights,
     config: Config,
@@ -306,9 +314,7 @@ def dspine_round(
     c["is_causal"] = True
     codes = w["transfer_codes"]
     r, d = codes.shape[1], c["hidden_size"]
-    A, Gq, Gp = (
-        w[f"injection.{name}.weight"] for name in ("message", "receiver_gate", "predecessor_gate")
-    )
+    Gq, Gp, A = gates(w)
 
     def direction(u: np.ndarray, layer: int) -> np.ndarray:
         y = u @ w[f"injection.readouts.{layer}.weight"].T

@@ -159,6 +159,8 @@ class DFlash(nn.Module):
 
     def context(self, features: mx.array) -> mx.array:
         """Context rows [1, n, d] of target features [1, n, m*d]."""
+        if features.shape[1] == 0:  # quantised products of no rows crash on the CPU
+            return mx.zeros((1, 0, self.config.hidden_size), features.dtype)
         return self.hidden_norm(self.fc(features))
 
     def extend(self, features: mx.array, cache: list[KVCache]) -> None:

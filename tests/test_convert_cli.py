@@ -167,3 +167,14 @@ def test_bad_flags(tmp_path: Path, flags: tuple[object, ...]) -> None:
     result = run("convert", "--hf-path", source, "--mlx-path", tmp_path / "out", *flags)
     assert isinstance(result.exception, InputError)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_shipped_drafter_converts_and_proves_itself(tmp_path: Path) -> None:
+    """It is saved under the package's own names; 8-bit codes and weights run, and draft well."""
+    arguments = ["convert", "--hf-path", str(DEMO / "drafter"), "--target", str(DEMO / "target")]
+    exact = [*arguments, "--mlx-path", str(tmp_path / "exact"), "--verify"]
+    assert runner.invoke(app, exact).exit_code == 0
+    packed = [*arguments, "--mlx-path", str(tmp_path / "packed"), "-q", "--q-bits", "8"]
+    packed += ["--codes-bits", "8", "--verify", "--probe"]
+    result = runner.invoke(app, packed)
+    assert result.exit_code == 0, result.output

@@ -80,7 +80,9 @@ def test_the_drafter_takes_the_targets_dtype(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_drafters_load_and_run(tmp_path: Path, model: nn.Module, bits: int) -> None:
+def test_quantised_drafters_load_and_run(
+    tmp_path: Path, model: nn.Module, tokenizer: TokenizerWrapper, bits: int
+) -> None:
     drafter = tiny_dspine(model, hidden_size=32, transfer_rank=32, message_size=32)
     before = drafter.propose(9, mx.random.normal((1, 3, 64)), drafter.make_cache())
 
@@ -100,6 +102,10 @@ def test_quantised_drafters_load_and_run(tmp_path: Path, model: nn.Module, bits:
     b = drafter.propose(9, features, drafter.make_cache())
     assert all(mx.array_equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
     assert not mx.array_equal(a.first, before.first)
+    prompt = random_prompt(5)  # the first round has no features that are new
+    options: dict[str, Any] = {"max_tokens": 8, "verify_length": 4}
+    text = dspine_mlx.generate(model, tokenizer, prompt, loaded, **options)
+    assert text == dspine_mlx.generate(model, tokenizer, prompt, max_tokens=8)
 
 
 def rewrite(folder: Path, **changes: Any) -> None:

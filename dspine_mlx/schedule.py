@@ -21,12 +21,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
+from dspine_mlx.belief import Belief
 from dspine_mlx.calibration import (
     Calibration,
     fit_temperatures,
     load_calibrations,
     mode_of,
-    sigmoid,
     uncalibrated,
 )
 from dspine_mlx.costs import Costs, costs_of
@@ -41,7 +41,6 @@ __all__ = ["Auto", "Fixed", "Policy", "admitted", "fit_temperatures", "policy_fo
 
 # Expected speed over plain decoding: below PARK drafting stops, above RESUME it starts again.
 PARK, RESUME = 1.0, 1.02
-OWN = 4.0  # information that a slot's being like the others is worth
 FIRST_PROBE, LAST_PROBE = 16, 256  # plain tokens between probes; doubled by every one that fails
 HOPE = 1.1  # speed that perfect drafts must reach for a probe to be worth it
 CHECK, STRETCH = 16, 3  # rounds before STRETCH plain tokens are timed again; then 4 times as many
@@ -145,44 +144,6 @@ class Watch:
     tokens: list[int] = field(default_factory=list)
     log_odds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     slot: int = 0
-
-
-class Belief:
-    """Chances of a drafter's slots: calibrated evidence, corrected by what happened since.
-
-    The log-odds get a shift common to all slots and one of the slot's own, running estimates of a
-    logistic regression's intercepts. A slot's own fades, so one that was given up is tried again.
-    """
-
-    def __init__(self, calibration: Calibration):
-        slots = len(calibration.biases)
-        self.calibration = calibration
-        self.common, self.own = 0.0, np.zeros(slots)
-        self.least = 4.0 if calibration.rounds else 1.0  # information that the start is worth
-        self.information, self.own_information = self.least, np.full(slots, OWN)
-
-    def log_odds(self, evidence: mx.array) -> np.ndarray:
-        return self.calibration.log_odds(np.array(evidence, np.float64))
-
-    def chances(self, log_odds: np.ndarray) -> np.ndarray:
-        return sigmoid(log_odds + self.common + self.own)
-
-    def update(self, slot: int, chance: float, stood: float) -> None:
-        surprise, information = stood - chance, chance * (1 - chance)
-        self.information = max(self.least, 0.98 * self.information) + information
-        self.common += surprise / self.information
-        kept = max(OWN, 0.98 * self.own_information[slot])
-        self.own_information[slot] = kept + information
-        self.own[slot] += surprise / self.own_information[slot]
-
-    def fade(self) -> None:
-        self.own *= 0.99
-
-    def relax(self) -> None:
-        """Another text: what was learnt counts for half, and is soon unlearnt."""
-        self.common, self.own = self.common / 2, self.own / 2
-        self.information = self.least
-        self.own_information[:] = OWN
 
 
 class Auto:

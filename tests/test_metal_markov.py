@@ -48,7 +48,7 @@ def test_scores_of_any_size(M: int, K: int, rank: int, dtype: mx.Dtype, seed: in
 
 @needs_device
 def test_at_the_sizes_of_an_8b_target() -> None:
-    assert_exact(inputs(7, 16, 256, mx.bfloat16), check=False)
+    assert_exact(inputs(7, 16, 256, mx.bfloat16))
 
 
 @needs_emulator

@@ -14,16 +14,13 @@ from collections import Counter
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.config import DSpineConfig
 from dspine_mlx.decoder import Decoder
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.schedule import Fixed
 from dspine_mlx.selection import select
-from dspine_mlx.target import Target
-from tests.bench.prefill_memory import SHAPE
+from tests.bench.prefill_memory import SHAPE, random_pair
 
 ROUNDS = 20
 
@@ -51,20 +48,8 @@ def pair() -> tuple[nn.Module, DSpine]:
         "head_dim": 64,
         "vocab_size": 32000,
     }
-    extra = {"model_type": "qwen3", "num_hidden_layers": 12, "max_position_embeddings": 8192}
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(shape | extra | {"tie_word_embeddings": True}))
-    config = shape | {
-        "num_hidden_layers": 5,
-        "block_size": 16,
-        "mask_token_id": 3,
-        "target_layer_ids": [1, 3, 5, 7, 9],
-        "transfer_rank": 256,
-        "message_size": 128,
-    }
-    drafter = DSpine(DSpineConfig.from_dict(config))
-    mx.eval(model.parameters(), drafter.parameters())
-    drafter.bind(Target(model))
-    return model, drafter
+    settings = {"num_hidden_layers": 5, "transfer_rank": 256, "message_size": 128}
+    return random_pair(shape, 12, settings)
 
 
 def operations(drafter: DSpine) -> Counter[str]:

@@ -5,6 +5,8 @@
 Prints plain mlx-lm's peak, ours, the drafter's own cache, and ours / (plain + that cache).
 """
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -31,23 +33,14 @@ SHAPE = {
 }
 
 
-def pair() -> tuple[nn.Module, DSpine]:
-    args = SHAPE | {
-        "model_type": "qwen3",
-        "num_hidden_layers": LAYERS,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    }
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(args))
-    config = SHAPE | {
-        "num_hidden_layers": 3,
-        "block_size": 16,
-        "mask_token_id": 3,
-        "target_layer_ids": [1, 3, 5, 7, 9],
-        "transfer_rank": 64,
-        "message_size": 32,
-    }
-    drafter = DSpine(DSpineConfig.from_dict(config))
+def random_pair(
+    shape: dict[str, Any], layers: int, drafter_settings: dict[str, Any]
+) -> tuple[nn.Module, DSpine]:
+    """A Qwen3 target of this shape and a DSpine drafter for it, with random weights."""
+    extra = {"model_type": "qwen3", "num_hidden_layers": layers, "max_position_embeddings": 8192}
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(shape | extra | {"tie_word_embeddings": True}))
+    config = {"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1, 3, 5, 7, 9]}
+    drafter = DSpine(DSpineConfig.from_dict(shape | config | drafter_settings))
     mx.eval(model.parameters(), drafter.parameters())
     drafter.bind(Target(model))
     return model, drafter
@@ -62,7 +55,8 @@ def peak(run: object) -> int:
 
 
 def main() -> None:
-    model, drafter = pair()
+    settings = {"num_hidden_layers": 3, "transfer_rank": 64, "message_size": 32}
+    model, drafter = random_pair(SHAPE, LAYERS, settings)
     prompt = mx.random.randint(4, SHAPE["vocab_size"], (TOKENS,))
     plain = peak(generate_step(prompt, model, max_tokens=4, prefill_step_size=512))
     cache = make_prompt_cache(model) + drafter.make_cache()

@@ -1,17 +1,18 @@
 """The ablation table: methods and DSpine's parts on the same target, data, budget and backbone.
 
-    python -m recipes.ablation runs/ablation --model runs/demo/target \\
+    python -m recipes.ablation runs/ablation --model runs/demo/target --target-layers 3,4,5 \\
         --data runs/demo/train.jsonl --held-out runs/demo/held-out.jsonl
 
-One run a variant and seed, all reading one cache of the target's features. Runs that are there are
-resumed or skipped, so it may be stopped at any time; the table is made of what is finished.
-Acceptance lengths are the real loop's on the held-out prompts, with 95 % intervals from a bootstrap
-over prompts (of all seeds of a variant together).
+One run a variant and seed, all reading one cache of the target's features. A finished run is a line
+of results.jsonl; one that was stopped is resumed. The table is made of what is finished. Acceptance
+lengths are the real loop's on the held-out prompts, with the weights of the last step, and with
+95 % intervals from a bootstrap over prompts (of all seeds of a variant together).
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,36 +21,55 @@ import typer
 from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.cli.train import parse_layers
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.train.config import LOSSES, TrainConfig
 from dspine_mlx.train.data import Problems, prompt_tokens, read_chats
 from dspine_mlx.train.evaluate import Decoded, acceptance, decode, lookup_length
-from dspine_mlx.train.loop import train
+from dspine_mlx.train.loop import Source, read_log, train
 from dspine_mlx.train.run import Run, build
-from dspine_mlx.train.settings import changed
+from dspine_mlx.train.settings import changed, parse_settings
 
-MIX = {"reference": "law", "ce_start": 1.0, "ce_hold": 0.15, "ce_end": 0.7}
+MIX = {"reference": "law", "ce_start": 1.0, "ce_hold": 0.15, "ce_end": 0.7, "ce_weight": 0.2}
+BUDGET = {"steps": 1000, "batch_size": 4, "num_anchors": 24, "learning_rate": 2e-3}
+EVERY = {"save_every": 100, "evaluate_every": 100}
+SHAPE = {"num_hidden_layers": 3, "target_layer_ids": [1, 3, 5], "block_size": 8}
+CURVE = 40  # held-out sequences for the curve of teacher-forced acceptance
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 
 @dataclass(frozen=True)
 class Variant:
+    """A method, and what is changed in its loss and shape; all propose as many tokens."""
+
     method: str = "dspine"
     loss: dict[str, Any] = field(default_factory=dict)
+    first_slot: int = 1
     bidirectional: bool = False
 
 
+ALIGN = {"alignment_weight": 0.1}
 VARIANTS = {
-    "DFlash": Variant("dflash", {"ce_weight": 1.0, "ce_start": 1.0}),
-    "DSpark": Variant("dspark"),
-    "DSpine": Variant(),
-    "DSpine, no refinement": Variant(loss={"refinement": False}),
-    "DSpine, no injection, no refinement": Variant(loss={"refinement": False, "injection": False}),
+    "DFlash": Variant("dflash", {"ce_weight": 1.0}),
+    "DSpark": Variant("dspark", first_slot=0),
+    "DSpine": Variant(loss=ALIGN),
+    "DSpine, no refinement": Variant(loss=ALIGN | {"refinement": False}),
+    "DSpine, no injection, no refinement": Variant(
+        loss=ALIGN | {"refinement": False, "injection": False}
+    ),
     "DSpine, no alignment": Variant(loss={"alignment_weight": 0.0}),
-    "DSpine, token-CE alignment": Variant(loss={"alignment": "token"}),
-    "DSpine, no curriculum": Variant(loss={"replacement_probability": 0.0}),
-    "DSpine, bidirectional": Variant(bidirectional=True),
+    "DSpine, token-CE alignment": Variant(loss=ALIGN | {"alignment": "token"}),
+    "DSpine, alignment 0.5": Variant(),
+    "DSpine, no curriculum": Variant(loss=ALIGN | {"replacement_probability": 0.0}),
+    "DSpine, bidirectional": Variant(loss=ALIGN, bidirectional=True),
+    "DSpark, first proposal from a mask": Variant("dspark"),
+}
+TABLE = list(VARIANTS)[:7]
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},
+    "dspine": {},
 }
 
 
@@ -68,112 +88,125 @@ def main(
     model: Annotated[str, typer.Option(help="Target.")],
     data: Annotated[str, typer.Option(help="Its own answers, from 'train regenerate'.")],
     held_out: Annotated[str, typer.Option(help="The same, of other prompts.")],
-    steps: Annotated[int, typer.Option(help="Optimiser steps a run.")] = 2400,
-    layers: Annotated[int, typer.Option(help="Draft layers.")] = 3,
-    taps: Annotated[str, typer.Option(help="Target layers to read.")] = "1,3,5",
+    target_layers: Annotated[
+        str | None, typer.Option(help="All drafters start as these target layers: 3,4,5.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="train.NAME=VALUE or drafter.NAME=VALUE, for all runs."),
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Transfer rank; Markov rank and messages: half.")] = 128,
     seeds: Annotated[int, typer.Option(help="Runs a variant.")] = 3,
-    only: Annotated[str, typer.Option(help="Variants, separated by ';'. Default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Variants, separated by ';'.")] = ";".join(TABLE),
     prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 85,
 ) -> None:
-    names = only.split(";") if only else list(VARIANTS)
-    drafter = {
-        "num_hidden_layers": layers,
-        "block_size": 16,
-        "target_layer_ids": [int(tap) for tap in taps.split(",")],
-    }
-    settings = TrainConfig(
-        steps=steps, batch_size=4, num_anchors=24, learning_rate=2e-3, save_every=100
+    sections, names = parse_settings(settings or []), only.split(";")
+    base = Run(
+        model,
+        data,
+        changed(TrainConfig(), BUDGET | EVERY | sections["train"]),
+        LOSSES["dspine"],
+        held_out=held_out,
+        target_layers=parse_layers(target_layers),
+        drafter=SHAPE | sections["drafter"],
+        cache=str(folder / "features"),
     )
-    base = Run(model, data, settings, LOSSES["dspine"], held_out=held_out, drafter=drafter)
-    base = replace(base, cache=str(folder / "features"))
     for seed in range(seeds):
         for name in names:
-            one_run(base, VARIANTS[name], seed, folder / f"{name} {seed}", prompts)
-            write_table(folder, names, seeds)
+            if not any(r["name"] == name and r["seed"] == seed for r in results(folder)):
+                run = configure(base, VARIANTS[name], rank)
+                run = replace(run, train=replace(run.train, seed=seed))
+                one_run(run, name, folder, prompts)
+            write_table(folder, names)
 
 
-def configure(base: Run, variant: Variant, seed: int) -> Run:
-    """The base run as this variant; the published constants of its method, and the common mix."""
-    own = {"dspine": {"transfer_rank": 128, "message_size": 64}, "dflash": {}, "dspark": HEADS}
-    loss = changed(LOSSES[variant.method], MIX | {"ce_weight": 0.2} | variant.loss)
+def configure(base: Run, variant: Variant, rank: int) -> Run:
+    """The base run as this variant: the published constants of its method, and the common mix."""
+    sizes = {
+        "dflash": {},
+        "dspark": {"markov_rank": rank // 2},
+        "dspine": {"transfer_rank": rank, "message_size": rank // 2},
+    }
+    slots = {
+        "first_slot": variant.first_slot,
+        "block_size": base.drafter["block_size"] - 1 + variant.first_slot,
+    }
     return replace(
         base,
         method=variant.method,
-        loss=loss,
-        train=replace(base.train, seed=seed),
-        drafter=base.drafter | own[variant.method],
+        loss=changed(LOSSES[variant.method], MIX | variant.loss),
+        drafter=base.drafter | HEADS[variant.method] | sizes[variant.method] | slots,
         bidirectional=variant.bidirectional,
     )
 
 
-# The same slots as the others propose, so the anchor's own slot stays unused.
-HEADS = {
-    "markov_rank": 64,
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-    "first_slot": 1,
-}
-
-
-def one_run(base: Run, variant: Variant, seed: int, folder: Path, prompts: int) -> None:
-    """Train and judge, unless that is done already; the result is folder/result.json."""
-    result = folder / "result.json"
-    if result.exists():
-        return
-    run = configure(base, variant, seed)
-    if folder.exists():
-        run = Run.read(folder)
-    job = build(run, folder, lambda what, done, total: None)
-    if not folder.exists():
-        run.save(folder)
-    train(job.trainer, job.held_out, folder, export=lambda: None, report=progress(folder.name))
+def one_run(run: Run, name: str, folder: Path, prompts: int) -> None:
+    """Train and judge; the result is a line of folder/results.jsonl."""
+    home = folder / f"{name} {run.train.seed}"
+    if home.exists():
+        run = Run.read(home)
+    job = build(run, home, lambda what, done, total: None)
+    if not home.exists():
+        run.save(home)
+    start = time.process_time()
+    curve = Source(job.held_out.sequences[:CURVE], job.held_out.observe)
+    train(job.trainer, curve, home, export=lambda: None, report=partial(progress, home.name))
+    record = {
+        "name": name,
+        "seed": run.train.seed,
+        "processor_seconds": time.process_time() - start,
+    }
+    log = [r for r in read_log(home / "log.jsonl") if "held_out_greedy" in r]
+    record["curve"] = [[r["step"], r["held_out_greedy"], r["held_out_sampled"]] for r in log]
     drafter = job.trainer.drafter
     drafter.eval()
     if not run.loss.refinement:
         drafter.__class__ = Unrefined
     chats = list(read_chats(Problems(Path(str(run.held_out)))))[:prompts]
-    texts = judge(drafter, job.tokenizer, [prompt_tokens(c, job.tokenizer) for c in chats])
-    part = folder / ".result.part"
-    part.write_text(json.dumps({n: [asdict(t) for t in texts[n]] for n in texts}))
-    part.rename(result)
+    record |= judge(drafter, job.tokenizer, [prompt_tokens(c, job.tokenizer) for c in chats])
+    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
-def judge(
-    drafter: DFlash, tokenizer: TokenizerWrapper, prompts: list[list[int]]
-) -> dict[str, list[Decoded]]:
+def judge(drafter: DFlash, tokenizer: TokenizerWrapper, prompts: list[list[int]]) -> dict[str, Any]:
+    """Of every prompt [drafts accepted, rounds], greedy and sampled; what prompt lookup reaches."""
     model: Module = drafter.target.model
-    texts = {}
+    counts: dict[str, Any] = {}
     for name, temperature in TEMPERATURES.items():
         mx.random.seed(0)
-        texts[name] = decode(model, tokenizer, drafter, prompts, temperature)
-    return texts
+        texts = decode(model, tokenizer, drafter, prompts, temperature)
+        counts[name] = [[t.accepted, t.rounds] for t in texts]
+        counts[f"{name}_lookup"] = lookup_length(texts, drafter.config.num_proposals)
+    return counts
 
 
-def progress(name: str) -> Callable[[dict[str, float]], None]:
-    def report(record: dict[str, float]) -> None:
-        if record["step"] % 100 == 0:
-            print(name, {n: round(v, 3) for n, v in record.items()}, flush=True)
-
-    return report
+def progress(name: str, record: dict[str, float]) -> None:
+    if record["step"] % 100 == 0:
+        print(name, {n: round(v, 3) for n, v in record.items()}, flush=True)
 
 
-def write_table(folder: Path, names: list[str], seeds: int) -> None:
+def results(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "results.jsonl"
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_table(folder: Path, names: list[str]) -> None:
     """folder/table.md from the results that are there."""
     lines = [
-        "| | seeds | greedy | T = 1 | prompt lookup, greedy |",
-        "| --- | --- | --- | --- | --- |",
+        "| | seeds | greedy | T = 1 | prompt lookup: greedy, T = 1 | CPU-minutes a run |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in names:
-        files = [folder / f"{name} {seed}" / "result.json" for seed in range(seeds)]
-        results = [json.loads(file.read_text()) for file in files if file.exists()]
-        if not results:
+        rows = [r for r in results(folder) if r["name"] == name]
+        if not rows:
             continue
         cells = []
         for kind in TEMPERATURES:
-            texts = [Decoded(**text) for result in results for text in result[kind]]
+            texts = [Decoded([], [], *pair) for row in rows for pair in row[kind]]
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*acceptance(texts)))
-        greedy = [Decoded(**text) for text in results[0]["greedy"]]
-        row = [name, str(len(results)), *cells, f"{lookup_length(greedy, 15):.2f}"]
+        lookup = ", ".join(f"{rows[0][f'{kind}_lookup']:.2f}" for kind in TEMPERATURES)
+        minutes = sum(r["processor_seconds"] for r in rows) / len(rows) / 60
+        row = [name, str(len(rows)), *cells, lookup, f"{minutes:.1f}"]
         lines.append(f"| {' | '.join(row)} |")
     (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

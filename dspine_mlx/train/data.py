@@ -17,10 +17,14 @@ ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages that end with the assistant's answer, or a text, and the line they stand on."""
+    """Messages that end with the assistant's answer, or a text, and the line they stand on.
+
+    `whole`: the last one ends by itself; it was not cut at a limit of tokens.
+    """
 
     line: int
     messages: tuple[dict[str, str], ...]
+    whole: bool = True
 
     @property
     def answer(self) -> str:
@@ -51,8 +55,9 @@ def parse(line: int, text: str) -> Chat:
         raise BadLine(f"it is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise BadLine(f"it is a JSON {type(row).__name__}, not an object")
+    whole = row.get("finish_reason") != "length"
     if isinstance(row.get("text"), str):
-        return Chat(line, ({"role": "text", "content": row["text"]},))
+        return Chat(line, ({"role": "text", "content": row["text"]},), whole)
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
         turns = [("user", row["prompt"]), ("assistant", row["completion"])]
     else:
@@ -60,7 +65,7 @@ def parse(line: int, text: str) -> Chat:
     last = max((i for i, (role, _) in enumerate(turns) if role == "assistant"), default=0)
     if last == 0:
         raise BadLine("it has no assistant turn that follows another turn")
-    return Chat(line, tuple({"role": r, "content": c} for r, c in turns[: last + 1]))
+    return Chat(line, tuple({"role": r, "content": c} for r, c in turns[: last + 1]), whole)
 
 
 def read_list(row: dict[str, Any]) -> list[Any]:
@@ -124,10 +129,11 @@ def prompt_tokens(chat: Chat, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def encode(chat: Chat, tokenizer: TokenizerWrapper, max_length: int, vocab_size: int) -> Sequence:
-    """Prompt, answer and end of text, as decoding would see them."""
+    """Prompt, answer and, if it is whole, end of text, as decoding would see them."""
     prompt = prompt_tokens(chat, tokenizer)
     answer = tokenizer.encode(chat.answer, add_special_tokens=not prompt)
-    tokens = np.array([*prompt, *answer, tokenizer.eos_token_id], np.int32)
+    end = [tokenizer.eos_token_id] if chat.whole else []
+    tokens = np.array([*prompt, *answer, *end], np.int32)
     start = len(prompt) or 1  # the first token of a text has nothing to be predicted from
     if len(tokens) > max_length:
         raise BadLine(f"it has {len(tokens)} tokens, the limit is {max_length}")

@@ -163,7 +163,9 @@ def one_run(run: Run, name: str, folder: Path, prompts: int) -> None:
     if not run.loss.refinement:
         drafter.__class__ = Unrefined
     chats = list(read_chats(Problems(Path(str(run.held_out)))))[:prompts]
-    record |= judge(drafter, job.tokenizer, [prompt_tokens(c, job.tokenizer) for c in chats])
+    record |= judge(
+        drafter, job.tokenizer, [prompt_tokens(c.messages[:-1], job.tokenizer) for c in chats]
+    )
     with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 

@@ -49,15 +49,40 @@ def test_every_format_gives_the_tokens_of_decoding(
     assert sequence.start == len(prompt)
 
 
-def test_the_last_answer_of_a_conversation_is_learnt(
+def test_every_answer_of_a_conversation_is_learnt(
     tmp_path: Path, tokenizer: TokenizerWrapper
 ) -> None:
+    """Each after what a server would have sent then: a sequence of its own."""
     system = {"role": "system", "content": "Be short."}
     more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
-    (sequence,) = read(write(tmp_path, {"messages": [system, *TURNS, *more]}), tokenizer)
-    answer = tokenizer.decode(sequence.tokens[sequence.start : -1].tolist())
-    assert answer == "Yes."
-    assert ANSWER in tokenizer.decode(sequence.tokens[: sequence.start].tolist())
+    chat = [system, *TURNS, *more]
+    first, second = read(write(tmp_path, {"messages": chat}), tokenizer)
+    for sequence, turn, answer in ((first, 2, ANSWER), (second, 4, "Yes.")):
+        prompt = tokenizer.apply_chat_template(chat[:turn], add_generation_prompt=True)
+        assert sequence.tokens[: sequence.start].tolist() == prompt
+        assert tokenizer.decode(sequence.tokens[sequence.start : -1].tolist()) == answer
+        assert sequence.tokens[-1] == tokenizer.eos_token_id
+        assert sequence.key == (1, turn)
+
+
+def test_the_turns_before_a_bad_one_are_learnt(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+    long = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "1 " * 200}]
+    after = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    told: list[str] = []
+    path = write(tmp_path, {"messages": [*TURNS, *long, *after]})
+    (sequence,) = read(path, tokenizer, warn=told.append)
+    assert sequence.turn == 1
+    assert len(told) == 1
+    assert "line 1 of" in told[0]
+    assert "message 4: it has" in told[0]
+
+
+def test_an_answer_that_was_cut_has_no_end_to_learn(
+    tmp_path: Path, tokenizer: TokenizerWrapper
+) -> None:
+    rows = [{"messages": TURNS, "finish_reason": reason} for reason in ("stop", "length")]
+    whole, cut = read(write(tmp_path, *rows), tokenizer)
+    assert whole.tokens.tolist() == [*cut.tokens.tolist(), tokenizer.eos_token_id]
 
 
 def test_all_of_a_text_but_its_first_token_is_learnt(

@@ -228,6 +228,45 @@ def test_regenerate_writes_the_targets_own_answers(
     assert "not written by regenerate" in str(foreign.exception)
 
 
+def test_regenerate_answers_every_turn_after_its_own_earlier_answers(
+    tmp_path: Path,
+) -> None:
+    """Greedy: what mlx-lm says to the conversation as it then stands. A cut answer ends it."""
+    question = (
+        "Maria has 9 toys. Her sister has 3 fewer toys than she has. How many toys do they have?"
+    )
+    says = [("user", question), ("assistant", "a"), ("user", question)]
+    says += [("assistant", "b"), ("user", "Thanks.")]
+    messages = [{"role": role, "content": content} for role, content in says]
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"messages": messages}) + "\n")
+    model, tokenizer = mlx_lm.load(str(DEMO / "target"))
+
+    def greedy(conversation: list[dict[str, str]], count: int) -> str:
+        prompt = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+        step = generate_step(mx.array(prompt), model, max_tokens=count)
+        ids = [token for token, _ in step]
+        ends = [i for i, token in enumerate(ids) if token in tokenizer.eos_token_ids]
+        return tokenizer.decode(ids[: ends[0]] if ends else ids)
+
+    def regenerated(name: str, count: int) -> dict:
+        args = ("--model", DEMO / "target", "--temperature", 0, "--max-tokens", count)
+        assert call("regenerate", data, tmp_path / name, *args).exit_code == 0
+        return json.loads((tmp_path / name).read_text())
+
+    first = {"role": "assistant", "content": greedy(messages[:1], 200)}
+    second = {"role": "assistant", "content": greedy([messages[0], first, messages[2]], 200)}
+    row = regenerated("whole.jsonl", 200)
+    assert row["messages"] == [messages[0], first, messages[2], second]
+    assert row["finish_reason"] == "stop"
+    cut = regenerated("cut.jsonl", 2)
+    assert cut["messages"] == [
+        messages[0],
+        {"role": "assistant", "content": greedy(messages[:1], 2)},
+    ]
+    assert cut["finish_reason"] == "length"
+
+
 def test_eval_reports_the_loop_beside_prompt_lookup(
     tmp_path: Path, target: Path, data: Path
 ) -> None:

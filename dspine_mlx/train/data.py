@@ -15,29 +15,38 @@ from dspine_mlx.errors import InputError
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
+Messages = tuple[dict[str, str], ...]
+
+
 @dataclass(frozen=True)
 class Chat:
-    """Messages that end with the assistant's answer, or a text, and the line they stand on.
+    """Messages that end with an assistant's answer, or a text, and the line they stand on.
 
     `whole`: the last one ends by itself; it was not cut at a limit of tokens.
     """
 
     line: int
-    messages: tuple[dict[str, str], ...]
+    messages: Messages
     whole: bool = True
 
     @property
-    def answer(self) -> str:
-        return self.messages[-1]["content"]
+    def turns(self) -> list[int]:
+        """The messages that answer others."""
+        return [i for i, m in enumerate(self.messages) if i and m["role"] == "assistant"]
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """tokens [n]; the answer is tokens[start:]."""
+    """tokens [n]; the answer is tokens[start:]. `turn` is its place among the line's messages."""
 
     line: int
     tokens: np.ndarray
     start: int
+    turn: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.line, self.turn
 
 
 class BadLine(ValueError):
@@ -47,7 +56,7 @@ class BadLine(ValueError):
 def parse(line: int, text: str) -> Chat:
     """A chat of one JSONL line: messages, conversations, prompt and completion, or text.
 
-    Only the last assistant turn is an answer to learn; what follows it is dropped.
+    What follows the last assistant turn is dropped.
     """
     try:
         row = json.loads(text)
@@ -118,33 +127,46 @@ def read_chats(problems: Problems) -> Iterator[Chat]:
                 problems.add(number, str(error))
 
 
-def prompt_tokens(chat: Chat, tokenizer: TokenizerWrapper) -> list[int]:
-    """What the target reads before the answer; a plain text has no prompt."""
-    if len(chat.messages) == 1:
+def prompt_tokens(messages: Messages, tokenizer: TokenizerWrapper) -> list[int]:
+    """What the target reads before it answers these messages; nothing if there are none."""
+    if not messages:
         return []
-    messages = list(chat.messages[:-1])
     if tokenizer.has_chat_template:
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
     return list(tokenizer.encode("\n".join(m["content"] for m in messages)))
 
 
-def encode(chat: Chat, tokenizer: TokenizerWrapper, max_length: int, vocab_size: int) -> Sequence:
-    """Prompt, answer and, if it is whole, end of text, as decoding would see them."""
-    prompt = prompt_tokens(chat, tokenizer)
-    answer = tokenizer.encode(chat.answer, add_special_tokens=not prompt)
-    end = [tokenizer.eos_token_id] if chat.whole else []
-    tokens = np.array([*prompt, *answer, *end], np.int32)
-    start = len(prompt) or 1  # the first token of a text has nothing to be predicted from
-    if len(tokens) > max_length:
-        raise BadLine(f"it has {len(tokens)} tokens, the limit is {max_length}")
-    if not answer:
-        raise BadLine("its answer is empty")
-    if tokens.max() >= vocab_size:
-        raise BadLine(
-            f"it has token {tokens.max()}, the target's vocabulary ends at {vocab_size - 1}; "
-            "tokenizer and model don't belong together"
-        )
-    return Sequence(chat.line, tokens, start)
+@dataclass(frozen=True)
+class Encoder:
+    """Chats to token sequences that fit the target."""
+
+    tokenizer: TokenizerWrapper
+    max_length: int
+    vocab_size: int
+
+    def sequence(self, chat: Chat, turn: int) -> Sequence:
+        """Prompt, answer and, if it is whole, end of text, as decoding would see them.
+
+        The prompt of a later turn is what a server would send then, whatever the template makes of
+        earlier answers; so every turn is a sequence of its own.
+        """
+        prompt = prompt_tokens(chat.messages[:turn], self.tokenizer)
+        content = chat.messages[turn]["content"]
+        answer = self.tokenizer.encode(content, add_special_tokens=not prompt)
+        whole = chat.whole or turn < len(chat.messages) - 1
+        end = [self.tokenizer.eos_token_id] if whole else []
+        tokens = np.array([*prompt, *answer, *end], np.int32)
+        start = len(prompt) or 1  # the first token of a text has nothing to be predicted from
+        if len(tokens) > self.max_length:
+            raise BadLine(f"it has {len(tokens)} tokens, the limit is {self.max_length}")
+        if not answer:
+            raise BadLine("its answer is empty")
+        if tokens.max() >= self.vocab_size:
+            raise BadLine(
+                f"it has token {tokens.max()}, the target's vocabulary ends at "
+                f"{self.vocab_size - 1}; tokenizer and model don't belong together"
+            )
+        return Sequence(chat.line, tokens, start, turn)
 
 
 def read_sequences(
@@ -156,13 +178,16 @@ def read_sequences(
     strict: bool = False,
     warn: Callable[[str], None] = lambda message: None,
 ) -> list[Sequence]:
-    """All usable sequences of a file. What was skipped is told through warn, line by line."""
+    """All usable answers of a file. What was skipped is told through warn, line by line."""
     problems, sequences = Problems(path, strict), []
+    encoder = Encoder(tokenizer, max_length, vocab_size)
     for chat in read_chats(problems):
-        try:
-            sequences.append(encode(chat, tokenizer, max_length, vocab_size))
-        except BadLine as error:
-            problems.add(chat.line, str(error))
+        for turn in chat.turns or [0]:
+            try:
+                sequences.append(encoder.sequence(chat, turn))
+            except BadLine as error:
+                problems.add(chat.line, str(error) if turn < 2 else f"message {turn + 1}: {error}")
+                break  # later turns build on this one
     for message in problems.lines:
         warn(message)
     if not sequences:

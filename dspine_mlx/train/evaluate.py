@@ -151,7 +151,7 @@ def measure(
     target, tokenizer, drafter = load(model, draft_model)
     if drafter is None:
         raise InputError("name the drafter to judge with --draft-model")
-    prompts = [prompt_tokens(chat, tokenizer) for chat in chats]
+    prompts = [prompt_tokens(chat.messages[:-1], tokenizer) for chat in chats]
     report: dict[str, Any] = {"prompts": len(prompts)}
     for kind, (name, temperature) in enumerate((("greedy", 0.0), ("sampled", 1.0))):
         mx.random.seed(seed)

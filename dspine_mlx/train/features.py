@@ -41,7 +41,7 @@ class FeatureCache:
         self.width = (len(taps) + 1) * target.hidden_size
         lengths = [len(s.tokens) for s in sequences]
         ends = np.cumsum(lengths).tolist()
-        self.first = {s.line: end - len(s.tokens) for s, end in zip(sequences, ends, strict=True)}
+        self.first = {s.key: end - len(s.tokens) for s, end in zip(sequences, ends, strict=True)}
         self.count = ends[-1]
         digest = sha256(json.dumps([list(taps), target.hidden_size, lengths]).encode())
         for s in sequences:
@@ -99,7 +99,7 @@ class FeatureCache:
     def __call__(self, sequences: list[Sequence], n: int) -> tuple[mx.array, mx.array]:
         rows = np.zeros((len(sequences), n, self.width), np.float16)
         for i, s in enumerate(sequences):
-            first = self.first[s.line]
+            first = self.first[s.key]
             rows[i, : len(s.tokens)] = self.rows[first : first + len(s.tokens)]
         both = mx.array(rows).astype(self.target.dtype)
         split = self.width - self.target.hidden_size

@@ -5,8 +5,11 @@ A drafter must learn the target's own text, at the temperatures it will be serve
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
@@ -14,6 +17,72 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.data import Chat, prompt_tokens
+
+Sampler = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How answers are written."""
+
+    tokenizer: TokenizerWrapper
+    generator: BatchGenerator
+    max_tokens: int
+    samplers: dict[float, Sampler]  # one object a temperature: rows that share it sample at once
+
+    def ask(self, conversation: "Conversation") -> int:
+        """Queue the conversation's next answer; its id."""
+        prompt = prompt_tokens(conversation.asked, self.tokenizer)
+        sampler = self.samplers[conversation.temperature]
+        (uid,) = self.generator.insert([prompt], [self.max_tokens], samplers=[sampler])
+        return uid
+
+    def answers(self) -> Iterator[tuple[int, str, str]]:
+        """(id, text, finish reason) of each answer as it ends."""
+        tokens: dict[int, list[int]] = {}
+        while responses := self.generator.next_generated():
+            for r in responses:
+                answer = tokens.setdefault(r.uid, [])
+                if r.finish_reason != "stop":
+                    answer.append(r.token)
+                if r.finish_reason is not None:
+                    yield r.uid, self.tokenizer.decode(tokens.pop(r.uid)), r.finish_reason
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat whose first answers are the target's; finish_reason is the last one's."""
+
+    chat: Chat
+    temperature: float
+    answers: tuple[str, ...] = ()
+    finish_reason: str | None = None
+
+    @property
+    def messages(self) -> tuple[dict[str, str], ...]:
+        """The chat's messages with the answers that are there in place of its own."""
+        new = dict(zip(self.chat.turns, self.answers, strict=False))
+        return tuple(
+            m | {"content": new[i]} if i in new else m for i, m in enumerate(self.chat.messages)
+        )
+
+    @property
+    def asked(self) -> tuple[dict[str, str], ...]:
+        """What comes before the next answer."""
+        return self.messages[: self.chat.turns[len(self.answers)]]
+
+    def answered(self, text: str, reason: str) -> "Conversation":
+        return replace(self, answers=(*self.answers, text), finish_reason=reason)
+
+    @property
+    def finished(self) -> bool:
+        """All turns are answered, or one was cut and nothing can follow it."""
+        return len(self.answers) == len(self.chat.turns) or self.finish_reason == "length"
+
+    def row(self) -> dict[str, Any]:
+        end = self.chat.turns[len(self.answers) - 1] + 1
+        row = {"messages": self.messages[:end], "line": self.chat.line}
+        return row | {"temperature": self.temperature, "finish_reason": self.finish_reason}
 
 
 def regenerate(
@@ -27,52 +96,42 @@ def regenerate(
     batch_size: int = 32,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Append one line per chat to output: its messages, the last answer written by the target.
+    """Append one line per chat to output: its messages, all answers written by the target, each
+    after its own earlier ones.
 
     Chat i is answered at temperatures[i % len(temperatures)]. Lines come in the order in which
-    answers end; `line` names the line of the source. Chats that output already answers are
-    skipped, so a run that was stopped goes on where it was.
+    chats end; `line` names the line of the source. Chats that output already answers are skipped,
+    so a run that was stopped goes on where it was.
     """
     done = repair(output)
-    waiting = [(i, chat) for i, chat in enumerate(chats) if chat.line not in done]
-    progress(len(chats) - len(waiting), len(chats))
-    samplers = {t: make_sampler(temp=t) for t in temperatures}
+    waiting = [
+        Conversation(chat, temperatures[i % len(temperatures)])
+        for i, chat in enumerate(chats)
+        if chat.line not in done
+    ]
+    count = len(chats) - len(waiting)
+    progress(count, len(chats))
     generator = BatchGenerator(
         model,
         stop_tokens=[[t] for t in tokenizer.eos_token_ids],
         completion_batch_size=batch_size,
     )
-    temps = [temperatures[i % len(temperatures)] for i, _ in waiting]
-    uids = generator.insert(
-        [prompt_tokens(chat, tokenizer) for _, chat in waiting],
-        [max_tokens] * len(waiting),
-        samplers=[samplers[t] for t in temps],
-    )
-    asked = {uid: (chat, t) for uid, (_, chat), t in zip(uids, waiting, temps, strict=True)}
+    samplers = {t: make_sampler(temp=t) for t in temperatures}
+    writer = Writer(tokenizer, generator, max_tokens, samplers)
     with output.open("a", encoding="utf-8") as file:
         try:
-            for count, (uid, tokens, reason) in enumerate(answers(generator), 1):
-                chat, temperature = asked[uid]
-                answer = {"role": "assistant", "content": tokenizer.decode(tokens)}
-                row = {"messages": [*chat.messages[:-1], answer], "line": chat.line}
-                row |= {"temperature": temperature, "finish_reason": reason}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            asked = {writer.ask(conversation): conversation for conversation in waiting}
+            for uid, text, reason in writer.answers():
+                conversation = asked.pop(uid).answered(text, reason)
+                if not conversation.finished:
+                    asked[writer.ask(conversation)] = conversation
+                    continue
+                file.write(json.dumps(conversation.row(), ensure_ascii=False) + "\n")
                 file.flush()
-                progress(len(chats) - len(waiting) + count, len(chats))
+                count += 1
+                progress(count, len(chats))
         finally:
             generator.close()
-
-
-def answers(generator: BatchGenerator) -> Iterator[tuple[int, list[int], str]]:
-    """(uid, tokens without the stop token, finish reason) of each answer as it ends."""
-    tokens: dict[int, list[int]] = {}
-    while responses := generator.next_generated():
-        for r in responses:
-            answer = tokens.setdefault(r.uid, [])
-            if r.finish_reason != "stop":
-                answer.append(r.token)
-            if r.finish_reason is not None:
-                yield r.uid, tokens.pop(r.uid), r.finish_reason
 
 
 def repair(output: Path) -> set[int]:

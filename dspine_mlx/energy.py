@@ -75,8 +75,8 @@ def joules_a_token(
 ) -> float | None:
     """Energy of a generated token, the prompts' included; run decodes a prompt and counts its
     tokens."""
-    started = time.perf_counter()
     with metered(command) as reading:
+        started = time.perf_counter()
         left = takewhile(lambda _: time.perf_counter() - started < seconds, cycle(prompts))
         tokens = sum(run(prompt) for prompt in left)
         took = time.perf_counter() - started

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dspine_mlx import bench
 from dspine_mlx.bench import Comparison, Measurement, Pair, compare, fork, fork_margin, make_way
 from dspine_mlx.cli import app
-from dspine_mlx.cli.bench import run_all
+from dspine_mlx.cli.bench_runs import run_all
 from dspine_mlx.errors import InputError
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.suites import load_suite

@@ -36,9 +36,9 @@ def show_depth(result: Row) -> None:
     show_dropped(result)
     if result["splits"]:
         console.print(
-            "\nMilliseconds of a round in which each part is waited for. Normally they overlap: the "
-            "sum may exceed the same round left alone. host is what remains: policy, Python, the "
-            "reader of the text."
+            "\nMilliseconds of a round in which each part is waited for. Normally they overlap: "
+            "the sum may exceed the same round left alone. host is what remains: policy, Python, "
+            "the reader of the text."
         )
         console.print(split_table(result["splits"]))
 

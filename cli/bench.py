@@ -107,8 +107,9 @@ def bench(
     check_new(plot)
     if plot is not None:
         check_plot()
-    if limit < 1 or repeat < 1:
-        raise InputError(f"--limit {limit} and --repeat {repeat} must be at least 1")
+    for flag, number in (("--limit", limit), ("--repeat", repeat), ("--max-tokens", max_tokens)):
+        if number < 1:
+            raise InputError(f"{flag} is {number}; it must be at least 1")
     if concurrency is not None and (plot is not None or depths != "0"):
         raise InputError("--concurrency measures the server, without --depths and --plot")
     if suite is None:

@@ -113,8 +113,9 @@ def measure(run: Run, prompt: list[int], max_tokens: int, seed: int) -> Measurem
         tokens.append(response.token)
         drafted += response.from_draft
     seconds = time.perf_counter() - first
-    rounds = len(tokens) - drafted  # every round gives one token that is not a draft
-    acceptance, lengths = len(tokens) / max(rounds, 1), Counter[int]()
+    # Every round ends with a token that is no draft, but for one that max_tokens has cut.
+    rounds = len(tokens) - drafted + response.from_draft
+    acceptance, lengths = len(tokens) / rounds, Counter[int]()
     if isinstance(response, GenerationResponse) and response.rounds:
         acceptance, lengths = response.acceptance_length, response.verify_lengths
     speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0

@@ -148,5 +148,4 @@ def decode(
         for _ in decoder.tokens(policy, tokens):
             pass
         seconds = time.perf_counter() - started
-        decoder.settle()
     return decoder, seconds

@@ -131,7 +131,7 @@ def measure(pair: Pair) -> dict[str, Any]:
     return {
         "tokens": TOKENS,
         "ways": list(summaries(comparison, pair, prompts)),
-        "split": asdict(split(pair, prompts[0], ROUND)),
+        "split": asdict(split(pair, prompts[0], ROUND, TOKENS)),
     }
 
 

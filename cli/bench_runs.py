@@ -16,6 +16,7 @@ from dspine_mlx.bench import (
     Comparison,
     Pair,
     Run,
+    add_margins,
     compare,
     make_way,
     out_of_memory,
@@ -107,12 +108,13 @@ def run_all(steps: Iterator[Step], what: str, total: int) -> tuple[Step | None, 
 def examined(
     comparison: Comparison, pair: Pair, prompts: list[list[int]], max_tokens: int
 ) -> dict[str, Any]:
-    """What was measured, and passes of their own over the first prompt: where a round's time goes,
-    energy. max_tokens 0: the user wants to stop, so without these."""
-    rows = list(summaries(comparison, pair, prompts))
+    """What was measured, and what passes of their own add: margins at forks, where a round's time
+    goes, energy. max_tokens 0: the user wants to stop, so without these."""
+    rows = summaries(comparison, greedy=pair.sampler.temp == 0)
     result: dict[str, Any] = {"ways": rows, "dropped": comparison.dropped, "splits": []}
     if max_tokens:
         try:
+            add_margins(rows, comparison, pair, prompts)
             result["splits"] = splits(comparison, pair, prompts[0], max_tokens)
             add_energy(rows, pair, prompts, max_tokens)
         except KeyboardInterrupt:

@@ -119,8 +119,8 @@ def measure(run: Run, prompt: list[int], max_tokens: int, seed: int) -> Measurem
     if isinstance(response, GenerationResponse) and response.rounds:
         acceptance, lengths = response.acceptance_length, response.verify_lengths
     speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
-    peak = mx.get_peak_memory() / 1e9
-    return Measurement(first - start, speed, tokens, acceptance, peak, lengths)
+    memory = mx.get_peak_memory() / 1e9
+    return Measurement(first - start, speed, tokens, acceptance, memory, lengths)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -195,33 +195,35 @@ def fork(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(shared) if x != y), min(len(a), len(b)))
 
 
-def fork_margin(
-    pair: Pair, prompt: list[int], plain: list[int], position: int, other: int
-) -> float:
-    """How far plain decoding preferred its token over the other one at a fork, in nats."""
-    tokens = mx.array([*prompt, *plain[:position]])
-    _, logprobs = next(generate_step(tokens, pair.model, max_tokens=1))
-    return (logprobs[plain[position]] - logprobs[other]).item()
+def fork_margin(pair: Pair, prompt: list[int], plain: list[int], n: int, other: int) -> float:
+    """How far plain decoding preferred its token n over the other one, in nats."""
+    _, logprobs = next(generate_step(mx.array([*prompt, *plain[:n]]), pair.model, max_tokens=1))
+    return (logprobs[plain[n]] - logprobs[other]).item()
 
 
-def summaries(
-    comparison: Comparison, pair: Pair, prompts: list[list[int]]
-) -> Iterator[dict[str, Any]]:
-    """Every way's summary, with its forks: prompt and token counted from 1, margin in nats.
-    Sampled texts differ from run to run, and are not compared."""
+def summaries(comparison: Comparison, greedy: bool) -> list[dict[str, Any]]:
+    """Every way's summary, with its forks: prompt and token counted from 1, the margin not yet
+    known. Sampled texts differ from run to run, and are not compared."""
+    rows = []
     for way in comparison.ways:
-        summary = comparison.summary(way) | {"forks": []}
-        if pair.sampler.temp > 0:
-            summary["identical"] = None
-        else:
-            for index, position in comparison.forks(way):
-                plain, other = (comparison.runs[w][index][0].tokens for w in (PLAIN, way))
-                margin = None  # of a text that only ends earlier
-                if position < min(len(plain), len(other)):
-                    margin = fork_margin(pair, prompts[index], plain, position, other[position])
-                place = {"prompt": index + 1, "token": position + 1, "margin": margin}
-                summary["forks"].append(place)
-        yield summary
+        places = comparison.forks(way) if greedy else ()
+        forks = [{"prompt": i + 1, "token": n + 1, "margin": None} for i, n in places]
+        row = comparison.summary(way) | {"forks": forks}
+        rows.append(row if greedy else row | {"identical": None})
+    return rows
+
+
+def add_margins(
+    rows: list[dict[str, Any]], comparison: Comparison, pair: Pair, prompts: list[list[int]]
+) -> None:
+    """Fill in how far the target preferred its own token at each fork, in nats; a text that only
+    ends earlier than the other has no margin."""
+    for row in rows:
+        for place in row["forks"]:
+            index, n = place["prompt"] - 1, place["token"] - 1
+            plain, other = (comparison.runs[w][index][0].tokens for w in (PLAIN, row["way"]))
+            if n < min(len(plain), len(other)):
+                place["margin"] = fork_margin(pair, prompts[index], plain, n, other[n])
 
 
 def compare(

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dspine_mlx.bench import Pair, compare, summaries
+from dspine_mlx.bench import Pair, add_margins, compare, summaries
 from dspine_mlx.convert.read import read_config
 from dspine_mlx.costs import device_name, structure
 from dspine_mlx.doctor import Finding, examine
@@ -128,9 +128,11 @@ def measure(pair: Pair) -> dict[str, Any]:
         for prompt in PROMPTS
     ]
     *_, comparison = compare(pair, WAYS, prompts, max_tokens=TOKENS, repeat=REPEAT)
+    rows = summaries(comparison, greedy=True)
+    add_margins(rows, comparison, pair, prompts)
     return {
         "tokens": TOKENS,
-        "ways": list(summaries(comparison, pair, prompts)),
+        "ways": rows,
         "split": asdict(split(pair, prompts[0], ROUND, TOKENS)),
     }
 

@@ -19,6 +19,7 @@ from dspine_mlx.bench import (
     Comparison,
     Measurement,
     Pair,
+    add_margins,
     compare,
     fork,
     fork_margin,
@@ -28,7 +29,7 @@ from dspine_mlx.bench import (
     verify_length,
 )
 from dspine_mlx.cli import app, bench_runs
-from dspine_mlx.cli.bench_runs import add_energy, load_pair, run_all
+from dspine_mlx.cli.bench_runs import add_energy, examined, load_pair, run_all
 from dspine_mlx.cli.bench_tables import comparison_table, label
 from dspine_mlx.cli.output import new_file
 from dspine_mlx.errors import InputError
@@ -110,7 +111,10 @@ def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
         ["plain", "auto", "fixed:2"],
         {"plain": runs(plain), "auto": runs(other), "fixed:2": runs(plain[:3])},
     )
-    rows = {row["way"]: row for row in summaries(comparison, pair, [prompt])}
+    listed = summaries(comparison, greedy=True)
+    assert [[fork["margin"] for fork in row["forks"]] for row in listed] == [[], [None], [None]]
+    add_margins(listed, comparison, pair, [prompt])
+    rows = {row["way"]: row for row in listed}
     margin = fork_margin(pair, prompt, plain, 2, other[2])
     assert rows["plain"]["forks"] == []
     assert rows["auto"]["forks"] == [{"prompt": 1, "token": 3, "margin": margin}]
@@ -119,9 +123,23 @@ def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
     table = comparison_table(list(rows.values()))
     forks = next(column for column in table.columns if column.header == "fork")
     assert list(forks.cells) == ["", f"3 ({margin:.2g})", "4"]
-    sampled = replace(pair, sampler=Sampler(temp=1.0))
-    rows = {row["way"]: row for row in summaries(comparison, sampled, [prompt])}
-    assert (rows["auto"]["identical"], rows["auto"]["forks"]) == (None, [])
+    auto = summaries(comparison, greedy=False)[1]
+    assert (auto["identical"], auto["forks"]) == (None, [])
+
+
+def test_ctrl_c_after_the_measurement_keeps_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_runs, "splits", interrupted)
+    one = [[Measurement(0.1, 10, [1, 2], 2.0, 1.0)]]
+    comparison = Comparison(["plain", "auto"], {"plain": one, "auto": one})
+    result = examined(comparison, pair, [random_prompt(6)], 8)
+    assert [row["way"] for row in result["ways"]] == ["plain", "auto"]
+    assert "Interrupted" in capsys.readouterr().err
+    assert examined(comparison, pair, [random_prompt(6)], 0) == result
 
 
 @pytest.mark.parametrize(("tokens", "rounds"), [(15, 5), (16, 6)])

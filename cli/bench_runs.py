@@ -173,6 +173,8 @@ def at_once(
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
     if model is None:
         raise InputError(f"the drafter {draft_model} needs its target; give --model")
+    for name in filter(None, (model, draft_model)):
+        read_config(resolve(name))  # a wrong name is told here, not by the server
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         ways = [PLAIN]

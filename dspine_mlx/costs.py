@@ -142,7 +142,7 @@ def costs_of(drafter: DFlash, measured: bool = True) -> Costs:
     curve = read_curve(path, key, drafter.config.num_proposals + 1)
     if curve is None:
         curve = measure(drafter)
-        write_json(path, {"key": key, "curve": asdict(curve)})
+        write_json(path, {"key": key, "pair": describe(drafter), "curve": asdict(curve)})
     return Costs(curve)
 
 
@@ -156,6 +156,18 @@ def pair_key(drafter: DFlash) -> dict[str, str]:
         "target": structure(drafter.target.model),
         "drafter": structure(drafter),
     }
+
+
+def describe(drafter: DFlash) -> str:
+    """A bound pair in words, without names."""
+    target = drafter.target
+    family = type(target.model).__module__.rpartition(".")[2]
+    size = sum(value.nbytes for _, value in tree_flatten(target.model.parameters()))
+    return (
+        f"{family}, {len(target.layers)} layers of {target.hidden_size}, {size / 1e9:.2g} GB, with "
+        f"{type(drafter).__name__}, {len(drafter.layers)} layers, "
+        f"{drafter.config.num_proposals} proposals"
+    )
 
 
 def device_name() -> str:

@@ -1,5 +1,6 @@
 """What this machine offers, what is on file, and what is known not to work."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -12,9 +13,13 @@ import mlx.core as mx
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from dspine_mlx import costs
+from dspine_mlx.calibration import Calibration, load_calibrations
+from dspine_mlx.costs import Curve
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import load
+from dspine_mlx.onfile import calibrations_on_file, costs_on_file
+from dspine_mlx.server.compatibility import check_host
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 BANDWIDTH = {  # GB/s as Apple publishes them; the larger where a name has two
@@ -24,26 +29,36 @@ BANDWIDTH = {  # GB/s as Apple publishes them; the larger where a name has two
     "M4": 120, "M4 Pro": 273, "M4 Max": 546,
     "M5": 153,
 }  # fmt: skip
-EMULATES_BFLOAT16 = ("M1", "M2")
+OLD = ("M1", "M2")  # emulate bfloat16; MLX's kernel for several quantised rows wants an M3
+PEERS = {
+    "dflash-mlx": "patches classes of mlx-lm",
+    "mlx-dspark": "patches transformers when imported",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: what was looked at, how it is, and what to do about it."""
+    """One line of the report: what was looked at, how it is, and what to do about it.
+
+    private: the detail may hold names or paths of the user's.
+    """
 
     name: str
     status: str
     detail: str
     advice: str = ""
+    private: bool = False
 
 
 def examine() -> Iterator[Finding]:
     """All findings. Loads the pair that ships, to run its kernels."""
-    yield Finding("system", OK, f"{platform.platform()}, Python {platform.python_version()}")
+    system = f"{platform.platform()}, Python {platform.python_version()}"
+    yield Finding("system", OK, system, private=True)
     yield from packages()
+    yield from incompatibilities()
     yield from device()
     yield from pair()
-    yield on_file()
+    yield from on_file()
     yield hub_cache()
 
 
@@ -51,16 +66,44 @@ def packages() -> Iterator[Finding]:
     for name in ("dspine-mlx", "mlx", "mlx-lm"):
         yield Finding(name, OK, version(name))
     for name, use in (("llguidance", "structured output"), ("matplotlib", "plots")):
-        try:
-            yield Finding(name, OK, version(name))
-        except PackageNotFoundError:
+        installed = installed_version(name)
+        if installed is None:
             yield Finding(name, NOTE, f"not installed; {use} needs it", f"pip install {name}")
+        else:
+            yield Finding(name, OK, installed)
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def incompatibilities() -> Iterator[Finding]:
+    """What is known not to go together."""
+    for backend in ("mlx-metal", "mlx-cpu"):
+        found = installed_version(backend)
+        if found not in (None, version("mlx")):
+            detail = f"{found}, but mlx is {version('mlx')}; the two must be equal"
+            yield Finding(backend, PROBLEM, detail, f"pip install {backend}=={version('mlx')}")
+    try:
+        check_host()
+        yield Finding("serving", OK, f"mlx-lm {version('mlx-lm')} has the parts that serve needs")
+    except InputError as error:
+        yield Finding("serving", NOTE, str(error), "for dspine-mlx serve, install such an mlx-lm")
+    for name, what in PEERS.items():
+        if installed_version(name) is not None:
+            advice = "don't import it in a program that uses dspine-mlx"
+            yield Finding(name, NOTE, f"is installed here too, and {what}", advice)
 
 
 def device() -> Iterator[Finding]:
     if not mx.metal.is_available():
         advice = "" if sys.platform != "darwin" else "use a native arm64 Python on Apple Silicon"
         status = PROBLEM if sys.platform == "darwin" else NOTE
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        yield Finding("machine", OK, f"{costs.device_name()}, {memory:.0f} GiB")
         yield Finding("Metal", status, "there is none; MLX runs on the CPU", advice)
         return
     info = mx.device_info()
@@ -68,21 +111,34 @@ def device() -> Iterator[Finding]:
     memory, working = (
         int(info[k]) / 2**30 for k in ("memory_size", "max_recommended_working_set_size")
     )
-    speed = f", {BANDWIDTH[chip]} GB/s nominal" if chip in BANDWIDTH else ""
-    yield Finding("chip", OK, f"{chip}, {memory:.0f} GiB{speed}")
+    speed = f"{BANDWIDTH[chip]} GB/s nominal" if chip in BANDWIDTH else "bandwidth not known here"
+    yield Finding("chip", OK, f"{chip}, {memory:.0f} GiB, {speed}")
     wired = subprocess.run(
         ["sysctl", "-n", "iogpu.wired_limit_mb"], capture_output=True, text=True, check=False
     )
     limit = wired.stdout.strip() or "unknown"
+    limit = "macOS's own" if limit == "0" else f"{limit} MB"
     advice = "sudo sysctl iogpu.wired_limit_mb=N raises it, at the cost of other programs"
-    yield Finding("GPU memory", OK, f"{working:.0f} GiB usable, wired limit {limit} MB", advice)
-    if chip.split()[0] in EMULATES_BFLOAT16:
+    yield Finding("GPU memory", OK, f"{working:.0f} GiB usable, wired limit {limit}", advice)
+    yield from limits_of(chip)
+
+
+def limits_of(chip: str) -> Iterator[Finding]:
+    generation = chip.split()[0]
+    if generation in OLD:
+        advice = "convert target and drafter with --dtype float16"
+        yield Finding("bfloat16", NOTE, f"the {chip} emulates it", advice)
         yield Finding(
-            "bfloat16",
+            "verify rows",
             NOTE,
-            f"the {chip} emulates it",
-            "convert target and drafter with --dtype float16",
+            f"on the {chip} every further row of a quantised target costs nearly as much as the "
+            "first, so drafting gains little or nothing; it parks by itself",
+            "dspine-mlx bench tells",
         )
+    system = tuple(int(part) for part in platform.mac_ver()[0].split(".") if part)
+    if generation == "M5" and system and system < (26, 2):
+        detail = f"macOS {platform.mac_ver()[0]} does not let MLX use the {chip}'s"
+        yield Finding("neural accelerators", NOTE, detail, "update to macOS 26.2 or later")
 
 
 def pair() -> Iterator[Finding]:
@@ -92,10 +148,12 @@ def pair() -> Iterator[Finding]:
         text = stream_generate(model, tokenizer, [5, 6, 7], drafter, max_tokens=8, verify_length=4)
         tokens = [response.token for response in text]
     except (InputError, RuntimeError, ValueError) as error:
-        yield Finding("shipped pair", PROBLEM, str(error), "reinstall dspine-mlx")
+        yield Finding("shipped pair", PROBLEM, str(error), "reinstall dspine-mlx", private=True)
         return
-    yield Finding("shipped pair", OK, f"generates ({len(tokens)} tokens)")
-    if drafter is None or not drafter.kernels.active:
+    assert drafter is not None
+    modes = load_calibrations(drafter)
+    yield Finding("shipped pair", OK, f"generates ({len(tokens)} tokens); {in_words(modes)}")
+    if not drafter.kernels.active:
         yield Finding("kernels", NOTE, "off without Metal; plain MLX operations run")
         return
     for check in drafter.kernels.checks.values():
@@ -103,10 +161,39 @@ def pair() -> Iterator[Finding]:
         yield Finding(f"kernel {check.kernel}", status, f"{check.shapes}: {check.reason}", advice)
 
 
-def on_file() -> Finding:
-    files = sorted(costs.CACHE.glob("*.json")) if costs.CACHE.is_dir() else []
-    detail = f"{len(files)} files of costs and calibrations in {costs.CACHE}"
-    return Finding("on file", OK, detail, "delete a file to have it made again" if files else "")
+def on_file() -> Iterator[Finding]:
+    """Every file of costs and calibrations."""
+    entries = [*costs_on_file(), *calibrations_on_file()]
+    detail = f"{len(entries)} files of costs and calibrations in {costs.CACHE}"
+    yield Finding("on file", OK, detail, private=True)
+    for cost in costs_on_file():
+        yield line("costs", cost.name, cost.pair, cost.problem, cost.days, figures(cost.curve))
+    for one in calibrations_on_file():
+        what = in_words(one.modes or {})
+        yield line("calibration", one.name, one.pair, one.problem, one.days, what)
+
+
+def line(kind: str, name: str, pair: str, problem: str, days: float, what: str) -> Finding:
+    detail = ": ".join(part for part in (pair, what) if part) + f"; {days:.0f} days old"
+    if not problem:
+        return Finding(kind, OK, detail)
+    again = "it is measured again when needed" if kind == "costs" else "run dspine-mlx calibrate"
+    return Finding(kind, NOTE, f"{detail}; {problem}", f"delete {name}; {again}")
+
+
+def figures(curve: Curve | None) -> str:
+    if curve is None:
+        return ""
+    rows = curve.verify[0]
+    return (
+        f"plain {1e3 * curve.plain[0]:.1f} ms, draft {1e3 * curve.draft[0]:.1f} ms, "
+        f"verify {1e3 * rows[0]:.1f} ms (1 row) to {1e3 * rows[-1]:.1f} ms ({len(rows)} rows)"
+    )
+
+
+def in_words(modes: dict[str, Calibration]) -> str:
+    known = [f"{mode} ({calibration.rounds} rounds)" for mode, calibration in modes.items()]
+    return f"calibrated for {', '.join(known)}" if known else "not calibrated"
 
 
 def hub_cache() -> Finding:
@@ -119,8 +206,14 @@ def hub_cache() -> Finding:
         for repo in cache.repos
         if repo.repo_type == "model" and any(is_drafter(r.snapshot_path) for r in repo.revisions)
     ]
-    detail = f"{len(cache.repos)} repositories, {cache.size_on_disk / 2**30:.1f} GiB"
-    return Finding("Hub cache", OK, f"{detail}; drafters: {', '.join(sorted(drafters)) or 'none'}")
+    detail = (
+        f"{len(cache.repos)} repositories, {cache.size_on_disk / 2**30:.1f} GiB; "
+        f"drafters: {', '.join(sorted(drafters)) or 'none'}"
+    )
+    if cache.warnings:
+        detail += f"; {len(cache.warnings)} entries are damaged"
+        return Finding("Hub cache", NOTE, detail, "download them again", private=True)
+    return Finding("Hub cache", OK, detail, private=True)
 
 
 def is_drafter(folder: Path) -> bool:

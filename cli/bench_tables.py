@@ -1,0 +1,163 @@
+"""What dspine-mlx bench prints and draws."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dspine_mlx.cli.output import new_file
+from dspine_mlx.errors import InputError
+
+Row = dict[str, Any]
+
+
+def wide_console() -> Console:
+    """The terminal, or something wide enough for every column."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def label(way: str) -> str:
+    """A way without the folder its draft model lies in."""
+    kind, colon, model = way.partition(":")
+    return f"{kind}{colon}{model.rstrip('/').rpartition('/')[2]}"
+
+
+def show_depth(result: Row) -> None:
+    console = wide_console()
+    console.print(f"\n{result['depth']} tokens of context before the prompt")
+    console.print(comparison_table(result["ways"]))
+    console.print(bars(result["ways"]))
+    show_dropped(result)
+    if result["splits"]:
+        console.print(
+            "\nMilliseconds of a round in which each part is waited for. Normally they overlap: "
+            "the sum may exceed the same round left alone. host is what remains: policy, Python, "
+            "the reader of the text."
+        )
+        console.print(split_table(result["splits"]))
+
+
+def show_dropped(result: Row) -> None:
+    for way, reason in result["dropped"].items():
+        typer.echo(f"{label(way)} was dropped: {reason}", err=True)
+
+
+def show_crowd(result: Row) -> None:
+    console = wide_console()
+    console.print(f"\n{result['requests']} requests at once through dspine-mlx serve")
+    rows = result["ways"]
+    table = aligned("", "tokens/s in all", "speed-up", "first text", "of the last", "decoded")
+    for row in rows:
+        table.add_row(
+            label(row["way"]),
+            f"{row['tokens_per_second']:.1f}",
+            ratio(row),
+            milliseconds(row["first_text_seconds"]),
+            milliseconds(row["last_first_text_seconds"]),
+            ", ".join(f"{path} {n}" for path, n in row["paths"].items()),
+        )
+    console.print(table)
+    console.print(bars(rows))
+    show_dropped(result)
+
+
+def aligned(*names: str) -> Table:
+    """A first column of names, and numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    return table
+
+
+def comparison_table(rows: Sequence[Row]) -> Table:
+    names = ["", "tokens/s", "speed-up", "a round", "same", "fork", "first", "GB"]
+    energy = any("joules_per_token" in row for row in rows)
+    table = aligned(*names, *(["J/token"] if energy else []))
+    for row in rows:
+        table.add_row(
+            label(row["way"]),
+            f"{row['tokens_per_second']:.1f}",
+            ratio(row),
+            f"{row['acceptance_length']:.2f}",
+            "-" if row["identical"] is None else f"{row['identical']}/{row['texts']}",
+            first_fork(row),
+            milliseconds(row["first_token_seconds"]),
+            f"{row['peak_memory_gb']:.2f}",
+            *([f"{row['joules_per_token']:.3f}" if "joules_per_token" in row else ""] * energy),
+        )
+    return table
+
+
+def ratio(row: Row) -> str:
+    if row["speedup"] is None:
+        return "-"
+    low, high = row["speedup_range"]
+    return f"{row['speedup']:.2f} ({low:.2f}-{high:.2f})"
+
+
+def first_fork(row: Row) -> str:
+    """The earliest token that differs from plain decoding's, and the margin there in nats."""
+    if not row["forks"]:
+        return ""
+    fork = min(row["forks"], key=lambda fork: fork["token"])
+    margin = "" if fork["margin"] is None else f" ({fork['margin']:.2g})"
+    return f"{fork['token']}{margin}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def bars(rows: Sequence[Row]) -> Table:
+    """Speed-ups as a bar chart."""
+    result = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    top = max(row["speedup"] or 0 for row in rows)
+    for row in rows:
+        speedup = row["speedup"] or 0
+        bar = "█" * round(40 * speedup / top) if top else ""
+        result.add_row(label(row["way"]), bar, f"{speedup:.2f}")
+    return result
+
+
+def split_table(splits: Sequence[Row]) -> Table:
+    phases = list(splits[0]["seconds"])
+    table = aligned("", "offered", *phases, "sum", "left alone")
+    for row in splits:
+        times = [*row["seconds"].values(), sum(row["seconds"].values()), row["normal_seconds"]]
+        table.add_row(label(row["way"]), str(row["length"]), *(f"{1e3 * t:.1f}" for t in times))
+    return table
+
+
+def check_plot() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InputError("--plot needs matplotlib; install it with pip") from error
+
+
+def draw(results: Sequence[Row], plot: Path) -> None:
+    """Speed-ups by way, a bar for every depth; a way that was dropped has none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    names = list(dict.fromkeys(label(row["way"]) for result in results for row in result["ways"]))
+    for i, result in enumerate(results):
+        places = [names.index(label(row["way"])) + 0.8 * i / len(results) for row in result["ways"]]
+        speeds = [row["speedup"] or 0 for row in result["ways"]]
+        axes.bar(places, speeds, 0.8 / len(results), label=f"{result['depth']} tokens before")
+    axes.set_xticks(range(len(names)), names)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.legend()
+    with new_file(plot) as part:
+        figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
+    pyplot.close(figure)

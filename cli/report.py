@@ -1,0 +1,46 @@
+"""dspine-mlx report: what this machine is and measures, to be shown to others."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dspine_mlx.cli.output import check_new, new_file
+
+
+def report(
+    output: Annotated[
+        Path | None, typer.Option(help="Write to this new file; without it, print.")
+    ] = None,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Also measure the pair's speed on two short prompts.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Target: an MLX model folder or Hub id. Without it, the small pair that ships "
+            "with the package."
+        ),
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Drafter: a folder or Hub id.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object only, no text.")] = False,
+) -> None:
+    """Make a report to attach to a bug, or to send as a measurement of your chip.
+
+    It has what doctor finds, versions, the measured costs and calibrations on file, numbers from
+    the pair's config.json and, with --bench, a short measurement; as text and, below, as JSON. It
+    has no prompts, no generated text, no paths, no names of user, machine or models. Read it
+    before you send it.
+    """
+    check_new(output)
+    from dspine_mlx.report import as_text, bundle
+
+    found = bundle(model, draft_model, bench)
+    text = json.dumps(found) + "\n" if as_json else as_text(found)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    with new_file(output) as part:
+        part.write_text(text, encoding="utf-8")
+    typer.echo(f"Written to {output}; read it before you send it.")

@@ -23,9 +23,7 @@ class Proposal(NamedTuple):
 
     candidates: mx.array  # [M, K] token ids in descending base logit
     first: mx.array  # [K] float32 scores of slot 1's candidates given the anchor
-    transitions: (
-        mx.array
-    )  # [M - 1, K, K] float32, T_t[i, j]: candidate j of slot t after candidate i of t - 1
+    transitions: mx.array  # [M - 1, K, K] float32, T_t[i, j]: j of slot t after i of slot t - 1
     confidence: mx.array | None = None  # [M, K] that slot t stands given candidate i of t - 1
 
 
@@ -148,6 +146,7 @@ class DFlash(nn.Module):
         kernels: which Metal kernels may run. They have no gradient: training needs OFF.
         """
         object.__setattr__(self, "target", target)
+        object.__setattr__(self, "verifier", target)  # whose law is drafted for
         object.__setattr__(self, "schedule", None)  # made by dspine_mlx.schedule at first use
         self.kernels = kernels
         return self

@@ -1,7 +1,7 @@
 """Training losses and gradients against float64 NumPy: values, and finite differences."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -134,7 +134,9 @@ def test_dspark_equals_numpy(kind: str) -> None:
 
 @pytest.mark.parametrize("reference", ["token", "law"])
 @pytest.mark.parametrize("alpha", [1.0, 0.1])
-def test_a_reduced_draft_vocabulary_equals_numpy(reference: str, alpha: float) -> None:
+def test_a_reduced_draft_vocabulary_equals_numpy(
+    reference: Literal["token", "law"], alpha: float
+) -> None:
     """Its law is compared with the target's whole one; labels that it lacks cost no CE."""
     checkpoint = reduced(SHAPE, final_logit_softcapping=3.0)
     check(checkpoint, LossConfig(reference=reference), alpha, 0.0)

@@ -113,8 +113,8 @@ def test_a_reduced_draft_vocabulary_from_data_to_text(
     """Its tokens are the answers' most frequent ones, its head starts as the target's and learns,
     and the folder loads and decodes."""
     folder = tmp_path / "run"
-    settings = {"method": "dspark", "drafter__draft_vocab_size": 24, "train__learning_rate": 0.01}
-    result = start(folder, target, data, **settings)
+    settings: dict[str, Any] = {"drafter__draft_vocab_size": 24, "train__learning_rate": 0.01}
+    result = start(folder, target, data, method="dspark", **settings)
     assert result.exit_code == 0, result.output
     model, tokenizer = mlx_lm.load(str(target))
     answers = [json.loads(line)["completion"] for line in data.read_text().splitlines()]

@@ -1,6 +1,7 @@
 """dspine-mlx calibrate: how far a drafter's confidence can be trusted, and a correction for it."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,10 @@ import typer
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
     from dspine_mlx.rounds import Fit
+    from dspine_mlx.suites import Messages
 
 
 def calibrate(
@@ -24,7 +28,13 @@ def calibrate(
             "mt-bench. Your own traffic is best."
         ),
     ] = "gsm-templates",
-    limit: Annotated[int, typer.Option(help="Prompts to use.")] = 40,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts of the same kind to measure on; without, half of the others serve first."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts to use, of each file.")] = 40,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens a text.")] = 128,
     temps: Annotated[
         str,
@@ -56,21 +66,28 @@ def calibrate(
     for path in filter(None, (output, plot)):
         if path.exists():
             raise InputError(f"{path} exists; name a new file")
+    if plot is not None and not find_spec("matplotlib"):
+        raise InputError("--plot needs matplotlib; install it with pip")
     temperatures = numbers(temps)
-    messages = load_suite(prompts, limit, lambda line: typer.echo(line, err=True))
+    suites = [
+        load_suite(name, limit, lambda line: typer.echo(line, err=True))
+        for name in filter(None, (prompts, held_out))
+    ]
     target, tokenizer, drafter = load(model, draft_model)
     if drafter is None:
         raise InputError("there is no drafter to calibrate; give --draft-model")
-    encoded = [tokenizer.apply_chat_template(m, add_generation_prompt=True) for m in messages]
     fits: dict[str, Fit] = {}
     for temperature in temperatures:
         sampler = Sampler(temp=temperature)
         mx.random.seed(0)
-        texts = [
-            rounds.record(target, tokenizer, drafter, prompt, sampler, max_tokens)
-            for prompt in encoded
+        recorded = [
+            [
+                rounds.record(target, tokenizer, drafter, encode(tokenizer, m), sampler, max_tokens)
+                for m in suite
+            ]
+            for suite in suites
         ]
-        fits[mode_of(sampler)] = rounds.calibrate(texts)
+        fits[mode_of(sampler)] = rounds.calibrate(*recorded)
     path = output or calibration_path(drafter)
     save_calibrations(path, drafter, {mode: f.calibration for mode, f in fits.items()})
     if as_json:
@@ -83,6 +100,11 @@ def calibrate(
         typer.echo(f"Written to {path}")
     if plot is not None:
         draw(fits, plot)
+
+
+def encode(tokenizer: "TokenizerWrapper", messages: "Messages") -> list[int]:
+    tokens: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return tokens
 
 
 def numbers(value: str) -> list[float]:
@@ -100,6 +122,7 @@ def report(one: "Fit") -> dict[str, Any]:
         "rounds": one.calibration.rounds,
         "temperatures": list(one.calibration.temperatures),
         "biases": list(one.calibration.biases),
+        "slopes": list(one.calibration.slopes),
         "ece_before": one.before.tolist(),
         "ece_after": one.after.tolist(),
         "ece_by_chance": one.by_chance.tolist(),
@@ -107,12 +130,12 @@ def report(one: "Fit") -> dict[str, Any]:
 
 
 def show(mode: str, one: "Fit") -> None:
-    """Each slot's T, b, and calibration error of the survival on held-out text."""
+    """Each slot's T, b, s, and calibration error of the survival on held-out text."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{mode}, {len(one.held_out.accepted)} held-out rounds", box=None)
-    for column in ("slot", "stood", "T", "b", "error before", "after", "by chance"):
+    for column in ("slot", "stood", "T", "b", "s", "error before", "after", "by chance"):
         table.add_column(column, justify="right")
     fitted = one.calibration
     for slot in range(len(fitted.biases)):
@@ -121,25 +144,23 @@ def show(mode: str, one: "Fit") -> None:
             f"{(one.held_out.accepted > slot).mean():.0%}",
             f"{fitted.temperatures[slot]:.2f}",
             f"{fitted.biases[slot]:+.2f}",
+            f"{fitted.slopes[slot]:+.2f}" if fitted.slopes else "",
             f"{one.before[slot]:.1%}",
             f"{one.after[slot]:.1%}",
             f"{one.by_chance[slot]:.1%}",
         )
     means = [f"{errors.mean():.1%}" for errors in (one.before, one.after, one.by_chance)]
-    table.add_row("mean", "", "", "", *means)
+    table.add_row("mean", "", "", "", "", *means)
     Console(highlight=False).print(table)
 
 
 def draw(fits: "dict[str, Fit]", path: Path) -> None:
     """Survival as predicted against survival as it was, before and after, in 15 bins."""
+    import matplotlib
     import numpy as np
 
     from dspine_mlx.calibration import BINS, sigmoid, uncalibrated
 
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise InputError("--plot needs matplotlib; install it with pip") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -148,7 +169,7 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
         slots = len(one.calibration.biases)
         stood = (one.held_out.accepted[:, None] > np.arange(slots)).ravel()
         ax.plot([0, 1], [0, 1], color="0.7")
-        for name, calibration in (("before", uncalibrated(slots)), ("after", one.calibration)):
+        for name, calibration in (("before", uncalibrated(slots)), ("after", one.trial)):
             chances = sigmoid(calibration.log_odds(one.held_out.evidence))
             survival = np.cumprod(chances, axis=1).ravel()
             bins = np.minimum((survival * BINS).astype(int), BINS - 1)
@@ -158,4 +179,6 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
         ax.set(title=mode, xlabel="predicted to stand", ylabel="stood")
         ax.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    part = path.with_name(f".{path.name}.part")
+    figure.savefig(part, format="png")
+    part.rename(path)

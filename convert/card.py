@@ -4,7 +4,12 @@ from typing import Any
 
 from dspine_mlx.convert.detect import OURS
 
-TITLES = {"dspine": "DSpine", "dspark": "DSpark", "dflash": "DFlash"}
+TITLES = {
+    "dspine": "DSpine",
+    "dspark": "DSpark",
+    "dspark_gemma4": "DSpark",
+    "dflash": "DFlash",
+}
 
 
 def model_card(name: str, config: dict[str, Any]) -> str:

@@ -179,7 +179,7 @@ def open_checkpoint(
         method, fields["markov_rank"], fields["enable_confidence_head"] = "dspark", 0, False
         notes += ("a DFlash drafter with its own head: runs as a DSpark of rank 0",)
     if fields.get("first_slot") is None:
-        fields["first_slot"] = 0 if layout.method == "dspark" else 1
+        fields["first_slot"] = METHODS[layout.method][1].first_slot
     drafter_config = METHODS[method][1].from_dict(fields)
     if drafter_config.mask_token_id >= drafter_config.vocab_size:
         raise InputError(

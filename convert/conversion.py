@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx_lm.utils
 from huggingface_hub import HfApi
 
-from dspine_mlx.config import DSpineConfig
+from dspine_mlx.config import DSparkConfig, DSpineConfig
 from dspine_mlx.convert.calibration import Calibration, read_calibration
 from dspine_mlx.convert.card import model_card
 from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
@@ -186,7 +186,7 @@ def output_config(
         for name, value in dataclasses.asdict(checkpoint.config).items()
         if value is not None and value != ()
     }
-    if calibration.temperatures and checkpoint.method == "dspark":
+    if calibration.temperatures and isinstance(checkpoint.config, DSparkConfig):
         config["confidence_temperatures"] = calibration.temperatures
     config[OURS] = source | {
         "schema": SCHEMA,

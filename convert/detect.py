@@ -14,12 +14,14 @@ T = TypeVar("T")
 OURS = "dspine_mlx"  # the section that marks a converted folder
 SCHEMA = 1
 BRIDGE = "selected_prefix_code_bridge"
+GEMMA4 = "Gemma4DSparkModel"
 
 # architectures -> method. DFlashDraftModel is no evidence: Tencent's DSpine says it too.
 ARCHITECTURES = {
     "DSpineDraftModel": "DSpine",
     "DSparkDraftModel": "DSpark",
     "Qwen3DSparkModel": "DSpark",
+    GEMMA4: "DSpark",
     "Lfm2DSparkDraftModel": "DSpark",
     "DSparkSpeculator": "DSpark",
     "DFlashSpeculator": "DFlash",
@@ -29,7 +31,6 @@ ARCHITECTURES = {
 UNSUPPORTED = {
     "DFlash2": "DFlash2 is not supported yet",
     "Domino": "Domino is not supported yet",
-    "Gemma4DSparkModel": "DSpark for Gemma 4 is not supported yet",
     "Qwen35DSparkModel": "its gated queries and offset norms are not supported yet",
 }
 # parts of tensor names that only one method has
@@ -160,5 +161,7 @@ def dspine(config: Config, inner: Config, holds: Mapping[str, str]) -> Layout:
 def dspark(config: Config, names: Collection[str]) -> Layout:
     if "speculators_model_type" in config:
         return layouts.DSPARK_SPECULATORS
+    if GEMMA4 in (config.get("architectures") or []):
+        return layouts.DSPARK_GEMMA4
     nested = "dflash_config" in config or any("logit_head." in name for name in names)
     return layouts.DSPARK_SPECFORGE if nested else layouts.DSPARK_DEEPSPEC

@@ -14,6 +14,7 @@ from dspine_mlx.convert.transfer_space import SPACE
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
+from dspine_mlx.gemma4 import Gemma4DSpark, Gemma4DSparkConfig
 
 Names = dict[str, str]
 Settings = Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], dict[str, Any]]
@@ -21,6 +22,7 @@ Settings = Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], dict[str
 METHODS: dict[str, tuple[type[DFlash], type[DrafterConfig]]] = {
     "dflash": (DFlash, DrafterConfig),
     "dspark": (DSpark, DSparkConfig),
+    "dspark_gemma4": (Gemma4DSpark, Gemma4DSparkConfig),
     "dspine": (DSpine, DSpineConfig),
 }
 
@@ -53,6 +55,12 @@ BACKBONE = same(
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
+
+GEMMA4 = BACKBONE | same(
+    "layers.{i}.pre_feedforward_layernorm.weight",
+    "layers.{i}.post_feedforward_layernorm.weight",
+    "layers.{i}.layer_scalar",
+)
 
 # A drafter's own embedding and head, where it does not use the target's.
 ENDS = same("embed_tokens.weight", "lm_head.weight", "d2t")
@@ -100,6 +108,9 @@ DFLASH_SPECULATORS = Layout(
     "DFlash, speculators", "dflash", BACKBONE | ENDS, settings.speculators, offsets=True
 )
 DSPARK_DEEPSPEC = Layout("DSpark, DeepSpec", "dspark", BACKBONE | ENDS | HEADS, settings.nested)
+DSPARK_GEMMA4 = Layout(
+    "DSpark for Gemma 4, DeepSpec", "dspark_gemma4", GEMMA4 | ENDS | HEADS, settings.gemma4
+)
 DSPARK_SPECFORGE = Layout(
     "DSpark, SpecForge",
     "dspark",
@@ -122,6 +133,9 @@ DSPINE_TENCENT = Layout(
 CONVERTED = {  # what this package writes: parameter paths and config fields as they are
     "dflash": Layout("DFlash, dspine-mlx", "dflash", BACKBONE | ENDS, settings.own),
     "dspark": Layout("DSpark, dspine-mlx", "dspark", BACKBONE | ENDS | HEADS, settings.own),
+    "dspark_gemma4": Layout(
+        "DSpark for Gemma 4, dspine-mlx", "dspark_gemma4", GEMMA4 | ENDS | HEADS, settings.own
+    ),
     "dspine": Layout(
         "DSpine, dspine-mlx", "dspine", BACKBONE | INJECTION | same(*SPACE), settings.own
     ),

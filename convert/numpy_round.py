@@ -61,6 +61,8 @@ def flat(config: Config) -> Config:
     """One level of keys, nested sections first; speculators' names and conventions translated."""
     if "speculators_model_type" in config:
         return flat_speculators(config)
+    if config.get("architectures") == ["Gemma4DSparkModel"]:
+        return flat_gemma4(config)
     inner = config["config"] if isinstance(config.get("config"), dict) else config
     out: Config = {"block_size": 16} | inner  # the one with "config" may leave it out
     for section in ("dflash_config", "dspine_config"):
@@ -83,6 +85,18 @@ def flat_speculators(config: Config) -> Config:
     out["causal"] = False if config.get("sliding_window_non_causal") else None
     out["window_from_anchor"] = True
     return with_rope(out)
+
+
+def flat_gemma4(config: Config) -> Config:
+    """A copy of the target's text config, read as a stack of global layers."""
+    out: Config = {"attention_k_eq_v": False} | config
+    out |= {"gemma4": True, "is_causal": None, "head_dim": out["global_head_dim"]}
+    if out["attention_k_eq_v"]:
+        out["num_key_value_heads"] = out["num_global_key_value_heads"]
+    out["input_embedding_scale"] = np.sqrt(out["hidden_size"])
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    out["rope"] = (out.get("rope_parameters") or {}).get("full_attention", rope)
+    return out
 
 
 def with_rope(out: Config) -> Config:
@@ -149,6 +163,9 @@ def rope_frequencies(c: Config) -> tuple[np.ndarray, float]:
     base = rope["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
+        return base, 1.0
+    if kind == "proportional":  # the slower pairs stand still
+        base[int(rope["partial_rotary_factor"] * dim) // 2 :] = 0
         return base, 1.0
     factor = rope["factor"]
     if kind == "linear":
@@ -223,10 +240,14 @@ def attention(w: Weights, c: Config, layer: int, x: np.ndarray, ctx: np.ndarray)
     rows = np.concatenate([ctx, x])
     q = rms_norm(project("q_proj", x, n_heads), w[f"{at}q_norm.weight"], eps)
     k = rms_norm(project("k_proj", rows, n_kv), w[f"{at}k_norm.weight"], eps)
-    v = project("v_proj", rows, n_kv) * c.get("attention_value_scale", 1.0)
+    if c.get("gemma4"):
+        v = project("k_proj" if c["attention_k_eq_v"] else "v_proj", rows, n_kv)
+        v, scale = rms_norm(v, np.ones(dim), eps), 1.0
+    else:
+        v, scale = project("v_proj", rows, n_kv) * c.get("attention_value_scale", 1.0), dim**-0.5
     q, k = rotate(q, np.arange(n, n + block), c), rotate(k, np.arange(n + block), c)
     k, v = k.repeat(n_heads // n_kv, axis=0), v.repeat(n_heads // n_kv, axis=0)
-    scores = q @ k.swapaxes(1, 2) / np.sqrt(dim)
+    scores = q @ k.swapaxes(1, 2) * scale
     scores = np.where(visible(c, layer, n, block), scores, -np.inf)
     sink = w.get(f"{at}attention_sink_bias")
     if sink is not None:  # one more key whose value is zero
@@ -239,7 +260,27 @@ def attention(w: Weights, c: Config, layer: int, x: np.ndarray, ctx: np.ndarray)
     return out + w.get(f"{at}o_proj.bias", 0.0)
 
 
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gemma4_layer(w: Weights, c: Config, layer: int, h: np.ndarray, ctx: np.ndarray) -> np.ndarray:
+    at = f"layers.{layer}."
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        return rms_norm(x, w[f"{at}{name}_layernorm.weight"], c["rms_norm_eps"])
+
+    attended = attention(w, c, layer, norm("input", h), ctx)
+    h = h + norm("post_attention", attended)
+    x = norm("pre_feedforward", h)
+    x = gelu_tanh(x @ w[f"{at}mlp.gate_proj.weight"].T) * (x @ w[f"{at}mlp.up_proj.weight"].T)
+    h = h + norm("post_feedforward", x @ w[f"{at}mlp.down_proj.weight"].T)
+    return h * w[f"{at}layer_scalar"]
+
+
 def draft_layer(w: Weights, c: Config, layer: int, h: np.ndarray, ctx: np.ndarray) -> np.ndarray:
+    if c.get("gemma4"):
+        return gemma4_layer(w, c, layer, h, ctx)
     at, eps = f"layers.{layer}.", c["rms_norm_eps"]
     h = h + attention(w, c, layer, rms_norm(h, w[f"{at}input_layernorm.weight"], eps), ctx)
     x = rms_norm(h, w[f"{at}post_attention_layernorm.weight"], eps)

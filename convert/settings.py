@@ -30,6 +30,12 @@ QWEN3_DEFAULTS = {
     "sliding_window": 4096,
     "attention_bias": False,
 }
+# transformers' Gemma4TextConfig: global layers when rope_parameters is absent.
+GEMMA4_ROPE = {
+    "rope_type": "proportional",
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1000000.0,
+}
 FULL_WINDOW_LAYERS = 28  # Qwen3Config.max_window_layers
 ROPES = ("default", "linear", "yarn", "llama3", "mrope")
 
@@ -62,6 +68,39 @@ def nested(config: Config, shapes: Shapes) -> dict[str, Any]:
     flat["layer_types"] = layer_types(flat)
     flat["rope_scaling"] = rope_scaling(flat)
     return head_settings(flat, shapes)
+
+
+def gemma4(config: Config, shapes: Shapes) -> dict[str, Any]:
+    """DeepSpec's for Gemma 4: the target's text config, of whose layers all are global ones."""
+    rope = section(config, "rope_parameters").get("full_attention", GEMMA4_ROPE)
+    flat = flatten(dict(config) | {"rope_parameters": rope})
+    rope = flat["rope_scaling"] or {}
+    if any(kind != "full_attention" for kind in layer_types(flat)):
+        raise InputError(f"layer_types is {flat['layer_types']}; Gemma 4 drafters have full layers")
+    wanted = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+    }
+    for name, value in wanted.items():
+        if flat.get(name, value) != value:
+            raise InputError(f"{name} is {flat[name]!r}; this backbone computes {value!r}")
+    if rope.get("rope_type") != "proportional":
+        raise InputError(f"rope_type is {rope.get('rope_type')!r}; it must be proportional")
+    heads = "num_global_key_value_heads" if flat.get("attention_k_eq_v") else "num_key_value_heads"
+    for field, name in (("head_dim", "global_head_dim"), ("num_key_value_heads", heads)):
+        flat[field] = flat.get(name)
+        if flat[field] is None:
+            raise InputError(f"config.json states no {name}; a drafter for Gemma 4 needs it")
+    share, size = rope.get("partial_rotary_factor", 1.0), flat["head_dim"]
+    numbers = type(share) in (int, float) and type(size) is int
+    if not numbers or not 0 < share <= 1 or share * size % 2:
+        raise InputError(
+            f"partial_rotary_factor {share!r} of global_head_dim {size!r} is no number of pairs"
+        )
+    if type(flat.get("hidden_size")) is int:
+        flat["input_embedding_scale"] = flat["hidden_size"] ** 0.5
+    return head_settings(flat | {"is_causal": None, "causal": None}, shapes)
 
 
 def reference(config: Config, shapes: Shapes) -> dict[str, Any]:

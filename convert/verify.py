@@ -17,7 +17,12 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.load import assemble_drafter
 from dspine_mlx.target import Target
 
-ROUNDS = {"dflash": dflash_round, "dspark": dspark_round, "dspine": dspine_round}
+ROUNDS = {
+    "dflash": dflash_round,
+    "dspark": dspark_round,
+    "dspark_gemma4": dspark_round,
+    "dspine": dspine_round,
+}
 TOKENS = 2048  # of the stand-in target that have rows; all others have zeros
 CONTEXT = 24  # positions before the anchor
 EXACT = 1e-4  # of the largest score: rounding in float32 stays below

@@ -132,6 +132,7 @@ class Decoder:
         self.context = DraftContext(self.drafter, self.prompt_cache[-layers:])
         self.rollback = Rollback(self.cache, self.drafter.target.model)
         self.none = self.drafter.no_features()
+        self.stop_ids = mx.array(sorted(self.stop), mx.uint32)
         self.history = mx.array([], mx.uint32)  # tokens fed so far, for processors and filter
         self.pending: mx.array | None = None
         self.settled = False
@@ -232,7 +233,8 @@ class Decoder:
         """Start drafting after the anchor; it runs while tokens are yielded."""
         sampled = isinstance(self.sampler, Sampler) and self.draft_filter is None
         proposal = self.context.propose(anchor, self.features)
-        draft = select(proposal, self.sampler if sampled else None, self.drafter.kernels)
+        sampler = self.sampler if sampled else None
+        draft = select(proposal, sampler, self.drafter.kernels, self.stop_ids)
         mx.async_eval(draft.tokens, draft.evidence)
         return draft
 
@@ -248,7 +250,7 @@ class Decoder:
         self, anchor: mx.array, draft: Draft | None, length: int
     ) -> tuple[list[Token], mx.array, int]:
         """One target forward over the anchor and `length` drafted tokens: the tokens that follow,
-        the next anchor, and how many drafted tokens stood."""
+        the next anchor, and how many drafted tokens stood, up to one that ends the text."""
         drafted = [] if draft is None else [draft.tokens[:length].astype(anchor.dtype)]
         fed = mx.concatenate([anchor, *drafted])
         with self.rollback.verifying(fed):
@@ -266,7 +268,7 @@ class Decoder:
         mx.async_eval(rows)  # copies: a kept response must not keep the whole block's logprobs
         block = [(tokens[i], row, i < n) for i, row in enumerate(rows)]
         self.features = self.features[:, : 1 + n]
-        return block, mx.array(tokens[-1:], anchor.dtype), n
+        return block, mx.array(tokens[-1:], anchor.dtype), min(n, end + 1)
 
     def emit(self, block: list[Token]) -> Iterator[Token]:
         for token, logprobs, drafted in block:

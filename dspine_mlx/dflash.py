@@ -23,12 +23,8 @@ class Proposal(NamedTuple):
 
     candidates: mx.array  # [M, K] token ids in descending base logit
     first: mx.array  # [K] float32 scores of slot 1's candidates given the anchor
-    transitions: (
-        mx.array
-    )  # [M - 1, K, K] float32, T_t[i, j]: candidate j of slot t after candidate i of t - 1
-    confidence: mx.array | None = (
-        None  # [M, K] chance that slot t stands, given candidate i of slot t - 1
-    )
+    transitions: mx.array  # [M - 1, K, K] float32, T_t[i, j]: j of slot t after i of slot t - 1
+    confidence: mx.array | None = None  # [M, K] that slot t stands given candidate i of t - 1
 
 
 class ContextAttention(nn.Module):
@@ -64,12 +60,15 @@ class ContextAttention(nn.Module):
 
     def keys_and_values(self, rows: mx.array, cache: KVCache) -> tuple[mx.array, mx.array]:
         """Append the rows [1, n, d] to the cache; all keys and values so far."""
-        B, L, _ = rows.shape
-        keys = self.k_norm(self.k_proj(rows).reshape(B, L, self.n_kv_heads, -1)).swapaxes(1, 2)
-        values = self.v_proj(rows).reshape(B, L, self.n_kv_heads, -1).swapaxes(1, 2)
-        if self.value_scale != 1.0:
-            values = values * self.value_scale
-        return cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
+        keys = self.k_proj(rows).reshape(*rows.shape[:2], self.n_kv_heads, -1)
+        values = self.make_values(rows, keys).swapaxes(1, 2)
+        keys = self.rope(self.k_norm(keys).swapaxes(1, 2), offset=cache.offset)
+        return cache.update_and_fetch(keys, values)
+
+    def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
+        """Values of rows [1, n, d], shaped as their keys before any norm: [1, n, heads, hd]."""
+        values = self.v_proj(rows).reshape(keys.shape)
+        return values if self.value_scale == 1.0 else values * self.value_scale
 
     def __call__(self, x: mx.array, context: mx.array, cache: KVCache) -> mx.array:
         """x: [1, B, d] normalised block rows; context: [1, n, d] rows that are new to the cache."""
@@ -128,6 +127,7 @@ class DraftLayer(nn.Module):
 class DFlash(nn.Module):
     """The parallel backbone. Embedding and LM head are the target's, shared and never copied."""
 
+    layer_class: type[DraftLayer] = DraftLayer
     folder: Path | None = None  # that it was loaded from
 
     def __init__(self, config: DrafterConfig):
@@ -137,7 +137,7 @@ class DFlash(nn.Module):
         self.feature_size = len(config.target_layer_ids) * target_size
         self.fc = nn.Linear(self.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.layers = [self.layer_class(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
@@ -146,6 +146,7 @@ class DFlash(nn.Module):
         kernels: which Metal kernels may run. They have no gradient: training needs OFF.
         """
         object.__setattr__(self, "target", target)
+        object.__setattr__(self, "verifier", target)  # whose law is drafted for
         object.__setattr__(self, "schedule", None)  # made by dspine_mlx.schedule at first use
         self.kernels = kernels
         return self

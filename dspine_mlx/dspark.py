@@ -123,6 +123,7 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(config)
         if config.num_draft_tokens < config.vocab_size:
             self.d2t = mx.arange(config.num_draft_tokens, dtype=mx.uint32)  # absolute target ids
+            self.freeze(keys="d2t", recurse=False)
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
     def add_ends(self, paths: Collection[str]) -> None:
@@ -154,6 +155,7 @@ class DSpark(DFlash):
             else:
                 ends.lm_head, ends.tied = self.lm_head, False
         super().bind(ends, kernels)
+        object.__setattr__(self, "verifier", target)
         return self
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:

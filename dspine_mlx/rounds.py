@@ -78,43 +78,49 @@ def record(
 
 @dataclass
 class Fit:
-    """A calibration, and the errors [M] of each slot's survival on rounds it was not fitted on."""
+    """A calibration, and the errors [M] of each slot's survival on rounds that `trial`, which may
+    have been fitted on fewer rounds than it, has not seen."""
 
     calibration: Calibration
+    trial: Calibration
     held_out: Rounds
     before: np.ndarray
     after: np.ndarray
     by_chance: np.ndarray  # what an exact calibration would show on as many rounds
 
 
-def calibrate(texts: list[Rounds]) -> Fit:
-    """Fit on every other text and measure on the rest; then fit on all of them.
+def calibrate(texts: list[Rounds], held_out: list[Rounds] | None = None) -> Fit:
+    """Fit on texts and measure on held-out ones.
 
-    A single text is halved. With too few rounds the evidence stays uncalibrated, with a warning.
+    Without these, every other text is held out at first, and then all of them are fitted on; a
+    single text is halved. With too few rounds the evidence stays uncalibrated, with a warning.
     """
+    fitted, measured = (sum_of(texts), sum_of(held_out)) if held_out else split(texts)
+    plain = uncalibrated(measured.evidence.shape[1])
+    before = survival_errors(plain, measured.evidence, measured.accepted)
+    every = fitted if held_out else measured + fitted
+    if min(len(fitted.accepted), len(measured.accepted)) < LEAST_ROUNDS // 2:
+        log.warning(
+            "%s rounds are too few to calibrate on, %s are needed; give more or longer prompts",
+            len(every.accepted),
+            LEAST_ROUNDS,
+        )
+        by_chance = chance_errors(plain, measured.evidence)
+        return Fit(plain, plain, measured, before, before, by_chance)
+    trial = fit(fitted.evidence, fitted.accepted)
+    after = survival_errors(trial, measured.evidence, measured.accepted)
+    final = trial if held_out else fit(every.evidence, every.accepted)
+    final = replace(final, ece_before=float(before.mean()), ece_after=float(after.mean()))
+    return Fit(final, trial, measured, before, after, chance_errors(trial, measured.evidence))
+
+
+def split(texts: list[Rounds]) -> tuple[Rounds, Rounds]:
+    """Rounds to fit and others to measure."""
     if len(texts) == 1:
         log.warning("there is one prompt only: its second half stands for held-out text")
         half = len(texts[0].accepted) // 2
-        texts = [texts[0][half:], texts[0][:half]]
-    held_out, fitted = sum_of(texts[::2]), sum_of(texts[1::2])
-    plain = uncalibrated(held_out.evidence.shape[1])
-    before = survival_errors(plain, held_out.evidence, held_out.accepted)
-    rounds = held_out + fitted
-    if min(len(held_out.accepted), len(fitted.accepted)) < LEAST_ROUNDS // 2:
-        log.warning(
-            "%s rounds are too few to calibrate on, %s are needed; give more or longer prompts",
-            len(rounds.accepted),
-            LEAST_ROUNDS,
-        )
-        return Fit(plain, held_out, before, before, chance_errors(plain, held_out.evidence))
-    trial = fit(fitted.evidence, fitted.accepted)
-    after = survival_errors(trial, held_out.evidence, held_out.accepted)
-    final = replace(
-        fit(rounds.evidence, rounds.accepted),
-        ece_before=float(before.mean()),
-        ece_after=float(after.mean()),
-    )
-    return Fit(final, held_out, before, after, chance_errors(trial, held_out.evidence))
+        return texts[0][:half], texts[0][half:]
+    return sum_of(texts[1::2]), sum_of(texts[::2])
 
 
 def sum_of(texts: Iterable[Rounds]) -> Rounds:

@@ -24,10 +24,16 @@ class Draft(NamedTuple):
         return Draft(self.tokens[:length], self.candidates[:length], q)
 
 
-def select(proposal: Proposal, sampler: Sampler | None = None, kernels: Kernels = OFF) -> Draft:
+def select(
+    proposal: Proposal,
+    sampler: Sampler | None = None,
+    kernels: Kernels = OFF,
+    stop: mx.array | None = None,
+) -> Draft:
     """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
 
-    Nothing is evaluated here. With a sampler the draws come from `mx.random`'s global state.
+    stop: ids of tokens that end a text, after which no slot can stand. Nothing is evaluated here.
+    With a sampler the draws come from `mx.random`'s global state.
     """
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
     noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
@@ -40,12 +46,23 @@ def select(proposal: Proposal, sampler: Sampler | None = None, kernels: Kernels 
             temp = sampler.temp
         noise = mx.random.gumbel(candidates.shape) * temp
     path, law = walk(first, transitions, noise, 1 / temp, kernels)
-    tokens = mx.take_along_axis(candidates, path[:, None], axis=1)[:, 0]
-    known = evidence(proposal.confidence, path, law)
+    tokens, known = judged(proposal, path, law, stop)
     if sampler is None:
         return Draft(tokens, candidates, None, known)
     greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
-    return Draft(tokens, candidates, law, known, evidence(proposal.confidence, *greedy))
+    return Draft(tokens, candidates, law, known, judged(proposal, *greedy, stop)[1])
+
+
+def judged(
+    proposal: Proposal, path: mx.array, law: mx.array, stop: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """A path's tokens [M], and its evidence [M], which is -inf after a stop token."""
+    tokens = mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
+    known = evidence(proposal.confidence, path, law)
+    if stop is None or stop.size == 0:
+        return tokens, known
+    ends = (tokens[:, None] == stop).any(axis=-1)
+    return tokens, mx.where(mx.cumsum(ends, axis=0, inclusive=False) > 0, -mx.inf, known)
 
 
 def evidence(confidence: mx.array | None, path: mx.array, law: mx.array) -> mx.array:

@@ -1,7 +1,7 @@
 """Tiny checkpoints with random weights in the published layouts and names, and a tiny target."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,62 @@ def dspark_deepspec(shape: Shape = Shape(), kind: str = "vanilla", **extra: Any)
     weights = m.backbone() | m.heads(kind, shape.rank > 0)
     weights["embed_tokens.weight"] = m.matrix(shape.V, shape.H, 4)
     weights["lm_head.weight"] = m.matrix(shape.V, shape.H)
+    return config | extra, weights
+
+
+def dspark_gemma4(
+    shape: Shape = Shape(), k_eq_v: bool = True, kind: str = "vanilla", **extra: Any
+) -> Checkpoint:
+    """DeepSpec's for Gemma 4: the noise of a copied text config around layers of the global kind,
+    whose heads are four times as wide; with k_eq_v there is one key-value head."""
+    s = shape
+    m = Maker(replace(s, hd=4 * s.hd, kv=1 if k_eq_v else s.kv))
+    config = {
+        key: value
+        for key, value in m.qwen3().items()
+        if key not in ("rope_theta", "hidden_act", "head_dim", "num_key_value_heads")
+    }
+    config |= m.blocks() | {
+        "architectures": ["Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
+        "num_target_layers": s.target_layers,
+        "block_size": s.B,
+        "layer_types": ["full_attention"] * s.L,
+        "head_dim": s.hd,  # of the target's sliding layers
+        "num_key_value_heads": s.kv,
+        "global_head_dim": 4 * s.hd,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": k_eq_v,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 4,
+        "final_logit_softcapping": 3.0,
+        "num_anchors": 512,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "markov_rank": s.rank,
+        "markov_head_type": kind,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 5000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    }
+    weights = m.backbone() | m.heads(kind)
+    for i in range(s.L):
+        at = f"layers.{i}."
+        weights[f"{at}pre_feedforward_layernorm.weight"] = m.vector(s.H)
+        weights[f"{at}post_feedforward_layernorm.weight"] = m.vector(s.H)
+        weights[f"{at}layer_scalar"] = m.vector(1)
+        if k_eq_v:
+            del weights[f"{at}self_attn.v_proj.weight"]
+    weights["embed_tokens.weight"] = m.matrix(s.V, s.H)
+    weights["lm_head.weight"] = m.matrix(s.V, s.H, 3)
     return config | extra, weights
 
 

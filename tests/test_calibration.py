@@ -14,15 +14,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx import costs
 from dspine_mlx.calibration import (
+    PRIOR,
     TEMPERATURES,
     Calibration,
     calibration_path,
     ece,
     fit,
-    intercept,
     load_calibrations,
     mode_of,
     save_calibrations,
+    scoring,
     sigmoid,
     survival_errors,
     uncalibrated,
@@ -85,14 +86,71 @@ def test_the_fit_is_better_on_other_rounds_too() -> None:
     assert result.calibration.ece_after == pytest.approx(result.after.mean())
 
 
-@given(st.lists(st.floats(-20, 20), max_size=30), st.data())
-def test_intercepts_are_finite_and_match(logits: list[float], data: st.DataObject) -> None:
-    stood = data.draw(st.integers(0, len(logits)))
-    b = intercept(np.array(logits), stood)
-    assert abs(b) < 60
-    if abs(b) < 11.9:
-        total = sigmoid(np.array([*logits, 0.0, 0.0]) + b).sum()
-        assert total == pytest.approx(stood + 1, abs=1e-3)
+def test_a_slope_below_even_odds_is_found() -> None:
+    """Sampled drafts: a flat law overlaps with a flat one, so chances rise again below 0."""
+    rng = np.random.default_rng(0)
+    logits = 4 * rng.standard_normal((20_000, 2))
+    accepted = rounds_of(np.where(logits < 0, -0.5, 0.8) * logits - 0.7, 1)
+    found = fit(logits, accepted)
+    np.testing.assert_allclose(found.slopes, -0.5, atol=0.1)
+    np.testing.assert_allclose(found.temperatures, 1 / 0.8, rtol=0.13)
+    np.testing.assert_allclose(found.biases, -0.7, atol=0.15)
+    assert survival_errors(found, logits, accepted).max() < 0.01
+    monotone = Calibration(found.temperatures, found.biases)
+    assert survival_errors(monotone, logits, accepted).max() > 0.05
+
+
+def test_it_is_the_product_that_is_right() -> None:
+    """Slot 2's evidence tells what became of slot 1. The chance of slot 2 alone, among the rounds
+    that reached it, is 0.8 whatever its evidence; the product has to follow the evidence."""
+    rng = np.random.default_rng(0)
+    first, second = rng.uniform(size=(2, 20_000)) < [[0.6], [0.8]]
+    logits = np.stack([np.full(20_000, 0.4), np.where(first, 2.0, -2.0)], axis=1)
+    accepted = np.where(first, 1 + second, 0)
+    found = fit(logits, accepted)
+    survival = np.cumprod(sigmoid(found.log_odds(logits)), axis=1)[:, 1]
+    assert survival[~first].max() < 0.05
+    assert survival[first].min() > 0.55
+
+
+log_odds = st.floats(-20, 20)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(log_odds, st.floats(0, 1), st.booleans()), max_size=12),
+    st.lists(st.floats(-0.3, 0.3), min_size=2, max_size=2),
+)
+def test_no_weights_nearby_are_likelier(
+    rounds: list[tuple[float, float, bool]], step: list[float]
+) -> None:
+    """Against the log posterior, written down again; also with no rounds or one kind of them."""
+    x, survival, stood = np.array(rounds, float).reshape(-1, 3).T
+    features, offset = np.stack([np.ones_like(x), np.minimum(x, 0)], axis=1), np.maximum(x, 0)
+    survival, prior = 0.01 + 0.98 * survival, np.array([0.0, 1.0])
+
+    def posterior(w: np.ndarray) -> float:
+        chance = survival / (1 + np.exp(-(offset + features @ w)))
+        likelihood = np.prod(np.where(stood == 1, chance, 1 - chance))
+        return float(np.log(likelihood) - PRIOR / 2 * ((w - prior) ** 2).sum())
+
+    w = prior
+    for _ in range(20):
+        w = scoring(features, offset, survival, stood == 1, (w, prior))
+    assert posterior(w) >= posterior(w + np.array(step)) - 1e-4
+
+
+def test_slots_after_a_stop_token_are_left_out() -> None:
+    """Evidence of -inf never stands, and the other rounds' fit does not feel it."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((500, 2))
+    accepted = rounds_of(logits, 1)
+    ended = np.concatenate([logits, np.tile([20.0, -np.inf], (500, 1))])
+    found = fit(ended, np.concatenate([accepted, np.ones(500, int)]))
+    alone = fit(logits, accepted)
+    assert abs(np.log(found.temperatures[1] / alone.temperatures[1])) < 0.12  # a step of the grid
+    np.testing.assert_allclose(found.biases[1], alone.biases[1], atol=0.1)
+    assert sigmoid(found.log_odds(ended))[500:, 1].max() < 1e-8
 
 
 def test_odd_evidence_stays_finite() -> None:
@@ -150,6 +208,20 @@ def test_recording_counts_what_stood(model: nn.Module, tokenizer: TokenizerWrapp
     np.testing.assert_allclose(
         seen.evidence[0], -np.log(np.exp(-np.arange(1, 4)).sum()), rtol=1e-5
     )  # scores 0, -1, -2, -3
+
+
+def test_a_text_ends_at_its_stop_token(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """Tokens drafted after it count as not standing, even those that the target would go on with,
+    and the evidence says so."""
+    prompt = random_prompt(12)
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=30)]
+    place = next(i for i in range(2, 30) if i % 8 < 7 and plain[i] not in plain[:i])
+    ending = TokenizerWrapper(tokenizer, eos_token_ids={plain[place]})
+    drafter = scripted(model, prompt + plain, "right")
+    seen = record(model, ending, drafter, prompt, make_sampler(0), 30)
+    slot = place % 8  # a round is 7 drafted tokens and one of the target's
+    assert seen.accepted.tolist() == [7] * (place // 8) + [slot + 1]
+    assert np.isneginf(seen.evidence[-1]).tolist() == [i > slot for i in range(7)]
 
 
 def test_one_prompt_or_few_rounds_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:

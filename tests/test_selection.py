@@ -131,3 +131,25 @@ def test_truncation_applies_to_drafts() -> None:
         q = np.array(select(proposal, sampler).q)
         assert (q == 0).any()
         np.testing.assert_allclose(q.sum(axis=-1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sampler", [None, Sampler(temp=1.0)])
+def test_no_slot_stands_after_a_stop_token(sampler: Sampler | None) -> None:
+    """Tokens and laws stay as they are; the evidence of all later slots is -inf."""
+    proposal = random_proposal(6, 4, 50)
+    plain = select(proposal)
+    stop = mx.array([999, plain.tokens[2].item()], mx.uint32)
+    key = mx.array(mx.random.state[0])
+    free = select(proposal, sampler)
+    mx.random.state[0][:] = key
+    bound = select(proposal, sampler, stop=stop)
+    assert mx.array_equal(bound.tokens, free.tokens)
+    ends = [t in stop.tolist() for t in free.tokens.tolist()]
+    after = [any(ends[:i]) for i in range(6)]
+    wanted = np.where(after, -np.inf, np.array(free.evidence))
+    np.testing.assert_array_equal(np.array(bound.evidence), wanted)
+    if sampler is None:
+        assert after == [False] * 3 + [True] * 3
+    else:
+        outlook = np.array(bound.outlook)  # of the greedy path, whatever was drawn
+        assert np.isneginf(outlook).tolist() == [False] * 3 + [True] * 3

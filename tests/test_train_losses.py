@@ -1,7 +1,7 @@
 """Training losses and gradients against float64 NumPy: values, and finite differences."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +13,7 @@ from dspine_mlx.convert.checkpoint import parameters
 from dspine_mlx.convert.detect import detect
 from dspine_mlx.convert.layouts import METHODS
 from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import GATES, DSpine
 from dspine_mlx.target import Target
 from dspine_mlx.train.blocks import forward
@@ -20,13 +21,15 @@ from dspine_mlx.train.config import LossConfig
 from dspine_mlx.train.losses import Schedule, acceptance_length, alignment, drafter_loss
 from tests.checkpoints import (
     Checkpoint,
+    Shape,
     Weights,
     dflash_zlab,
+    dspark_deepspec,
     dspark_specforge,
     dspine_specforge,
     tiny_target,
 )
-from tests.training import SHAPE, NumpyLoss, random_batch
+from tests.training import SHAPE, NumpyLoss, random_batch, softmax
 
 EPSILON = 1e-5
 CE = LossConfig(refinement=False, replacement_layers=0)
@@ -52,7 +55,18 @@ GROUPS = {
     "gates": ("injection.message.", "_gate.", "injection.bias"),
     "markov": ("markov_head.",),
     "confidence": ("confidence_head.",),
+    "ends": ("embed_tokens.", "lm_head."),
 }
+
+
+def reduced(shape: Shape, **extra: Any) -> Checkpoint:
+    """A DSpark over 17 of the tokens, with a head of its own for them."""
+    config, weights = dspark_specforge(shape, draft_vocab_size=17, **extra)
+    rng = np.random.default_rng(5)
+    ids = np.sort(rng.choice(shape.V, 17, replace=False))
+    w2 = "markov_head.markov_w2.weight"
+    head = rng.normal(size=(17, shape.H)).astype(np.float32) / shape.H**0.5
+    return config, weights | {w2: weights[w2][ids], "d2t": ids, "lm_head.weight": head}
 
 
 def build(checkpoint: Checkpoint) -> tuple[DFlash, Any]:
@@ -62,6 +76,8 @@ def build(checkpoint: Checkpoint) -> tuple[DFlash, Any]:
     layout = detect(config, arrays)
     drafter_class, config_class = METHODS[layout.method]
     drafter = drafter_class(config_class.from_dict(config))
+    if isinstance(drafter, DSpark):
+        drafter.add_ends(weights)
     drafter.load_weights(list(parameters(layout, arrays).items()))
     if isinstance(drafter, DSpine):
         drafter.transfer_codes.freeze()
@@ -116,6 +132,46 @@ def test_dspark_equals_numpy(kind: str) -> None:
     check(checkpoint, LossConfig(position_decay=4.0), 0.1, 0.0)
 
 
+@pytest.mark.parametrize("reference", ["token", "law"])
+@pytest.mark.parametrize("alpha", [1.0, 0.1])
+def test_a_reduced_draft_vocabulary_equals_numpy(
+    reference: Literal["token", "law"], alpha: float
+) -> None:
+    """Its law is compared with the target's whole one; labels that it lacks cost no CE."""
+    checkpoint = reduced(SHAPE, final_logit_softcapping=3.0)
+    check(checkpoint, LossConfig(reference=reference), alpha, 0.0)
+
+
+def test_own_embedding_and_head_equal_numpy() -> None:
+    check(dspark_deepspec(SHAPE), LossConfig(), 0.1, 0.0)
+
+
+def test_rows_of_a_reduced_vocabulary_tell_how_its_drafts_fare() -> None:
+    """sum of min(p, q) over the vocabulary, and the target's best token against the drafter's."""
+    checkpoint = reduced(SHAPE)
+    drafter, head = build(checkpoint)
+    batch = random_batch(SHAPE, drafter.config.num_proposals)
+    hidden, states = (
+        np.array(batch.gather(batch.hidden, 0)),
+        np.array(forward(drafter, batch, CE).base),
+    )
+    weights, ids = checkpoint[1], checkpoint[1]["d2t"]
+    own = states @ weights["lm_head.weight"].T
+    own += weights["markov_head.markov_w1.weight"][np.array(batch.predecessors)] @ (
+        weights["markov_head.markov_w2.weight"].T
+    )
+    schedule = Schedule(mx.array(0.1), mx.array(0.0), batch.weights.sum())
+    _, rows = drafter_loss(drafter, batch, schedule, LossConfig())
+    for at in np.ndindex(*batch.weights.shape):
+        p, q = softmax(head.head @ hidden[at]), np.zeros(SHAPE.V)
+        q[ids] = softmax(own[at])
+        assert rows.overlap[at].item() == pytest.approx(np.minimum(p, q).sum(), abs=1e-5)
+        assert rows.agree[at].item() == (p.argmax() == q.argmax())
+    missed = ~np.isin(np.array(batch.labels), ids)
+    assert missed.any()
+    assert not np.array(rows.ce)[missed].any()
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_dflash_equals_numpy(alpha: float, causal: bool) -> None:
@@ -137,7 +193,7 @@ def test_alignment_gives_no_gradient_through_its_weight() -> None:
     assert not slope.any().item()
 
 
-@pytest.mark.parametrize("method", [dflash_zlab, dspark_specforge, dspine_specforge])
+@pytest.mark.parametrize("method", [dflash_zlab, dspark_specforge, reduced, dspine_specforge])
 def test_chunks_and_checkpoints_change_nothing(method: Any) -> None:
     drafter, _ = build(method(SHAPE))
     batch = random_batch(SHAPE, drafter.config.num_proposals)

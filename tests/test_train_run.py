@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dspine_mlx.cli.train import app
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import generate
 from dspine_mlx.load import DEMO, load_drafter
+from dspine_mlx.target import Target
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.evaluate import Decoded, acceptance, lookup_length
 from dspine_mlx.train.loop import Trainer
@@ -103,6 +105,35 @@ def test_a_run_leaves_a_drafter_that_generates(
     assert [r["step"] for r in log] == [1, 2, 3, 4]
     assert [("held_out_greedy" in r) for r in log] == [False, True, False, True]
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_reduced_draft_vocabulary_from_data_to_text(
+    tmp_path: Path, target: Path, data: Path
+) -> None:
+    """Its tokens are the answers' most frequent ones, its head starts as the target's and learns,
+    and the folder loads and decodes."""
+    folder = tmp_path / "run"
+    settings: dict[str, Any] = {"drafter__draft_vocab_size": 24, "train__learning_rate": 0.01}
+    result = start(folder, target, data, method="dspark", **settings)
+    assert result.exit_code == 0, result.output
+    model, tokenizer = mlx_lm.load(str(target))
+    answers = [json.loads(line)["completion"] for line in data.read_text().splitlines()]
+    held_out = len(answers) // 10
+    stop = tokenizer.eos_token_ids
+    counts = Counter(t for text in answers[:-held_out] for t in tokenizer.encode(text))
+    saved = weights(folder)
+    kept = saved["d2t"].tolist()
+    assert kept == sorted(kept)
+    assert {token for token, _ in counts.most_common(10)} | set(stop) <= set(kept)
+    head = Target(model).head_rows(saved["d2t"])
+    assert saved["lm_head.weight"].shape == head.shape == (24, 32)
+    assert 0 < mx.abs(saved["lm_head.weight"].astype(mx.float32) - head).max().item() < 0.2
+    drafter = load_drafter(folder / "drafter", model)
+    prompt = tokenizer.encode("What is 3 + 1?")
+    plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
+    assert generate(model, tokenizer, prompt, drafter, max_tokens=12) == plain
+    proposal = drafter.propose(prompt[0], drafter.no_features(), drafter.make_cache())
+    assert set(proposal.candidates.flatten().tolist()) <= set(kept)
 
 
 def test_ctrl_c_saves_and_resume_ends_where_an_uninterrupted_run_does(

@@ -77,7 +77,8 @@ class NumpyLoss:
         """What every proposal's loss needs: states, and after them what the method adds. The anchor
         stands where the features end; true: its first layers see the true predecessors."""
         anchor = len(features)
-        h = reference.embed_block(c, self.head.embedding, tokens[anchor])
+        embedding = w.get("embed_tokens.weight", self.head.embedding)
+        h = reference.embed_block(c, embedding, tokens[anchor])
         ctx = reference.context_rows(w, c, features)
         M = c["block_size"] - c["first_slot"]
         padded = np.concatenate([tokens, np.zeros(M, int)])
@@ -90,7 +91,7 @@ class NumpyLoss:
             rows: list[dict[str, Any]] = [{"base": x} for x in states]
             if markov is not None:
                 path = [int(token) for token in before]
-                everything = np.arange(c["vocab_size"])
+                everything = np.arange(len(w["markov_head.markov_w2.weight"]))
                 for t, row in enumerate(rows):
                     row["bias"] = markov.bias(states[: t + 1], path[: t + 1], everything)
                     row["confidence"] = markov.confidence(states[t], path[t])
@@ -120,7 +121,9 @@ class NumpyLoss:
     def row(
         self, w: Weights, c: Config, key: tuple, row: dict[str, Any], p: np.ndarray, label: int
     ) -> float:
-        logits = reference.scale_logits(c, self.head.head @ row["base"]) + row.get("bias", 0.0)
+        head, ids = w.get("lm_head.weight", self.head.head), w.get("d2t", np.arange(len(p)))
+        logits = np.full(len(p), -np.inf)
+        logits[ids.astype(int)] = reference.scale_logits(c, head @ row["base"]) + row.get("bias", 0)
         total = self.mix(logits, p, label)
         q = softmax(logits)
         if "confidence" in row:
@@ -149,8 +152,9 @@ class NumpyLoss:
         return total + self.beta * self.alignment(w, c, row, label, ce)
 
     def mix(self, logits: np.ndarray, p: np.ndarray, label: int) -> float:
-        q = softmax(logits)
-        ce = -np.log(q[label]) if self.loss.reference == "token" else -(p * np.log(q)).sum()
+        q, can = softmax(logits), np.isfinite(logits)  # what it can't propose costs no CE
+        seen = np.eye(len(p))[label] if self.loss.reference == "token" else p
+        ce = -(seen[can] * np.log(q[can])).sum()
         return self.alpha * ce + (1 - self.alpha) * np.abs(p - q).sum()
 
     def alignment(self, w: Weights, c: Config, row: dict[str, Any], label: int, ce: float) -> float:

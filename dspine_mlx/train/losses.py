@@ -68,7 +68,7 @@ def row_inputs(
     drafter: DFlash, batch: Batch, states: States
 ) -> tuple[list[mx.array], list[mx.array]]:
     """What a loss takes, besides alpha: of every row, [S, A, M, ...] each, and what rows share."""
-    inputs = [batch.gather(batch.hidden, 0), batch.labels, states.base]
+    inputs = [batch.gather(batch.hidden, 0), draft_ids(drafter, batch.labels), states.base]
     if states.refined is not None:
         return [*inputs, states.refined], []
     if not isinstance(drafter, DSpark):
@@ -79,7 +79,18 @@ def row_inputs(
     if drafter.config.confidence_head_with_markov:
         features = mx.concatenate([features, previous], axis=-1)
     confidence = drafter.confidence_head(features)
-    return [*inputs, mixed, confidence], [drafter.markov_head.markov_w2.weight]
+    own = [drafter.lm_head.weight] if "lm_head" in drafter else []
+    return [*inputs, mixed, confidence], [drafter.markov_head.markov_w2.weight, *own]
+
+
+def draft_ids(drafter: DFlash, tokens: mx.array) -> mx.array:
+    """Tokens as rows of the drafter's head; Vd for those outside a reduced vocabulary."""
+    if "d2t" not in drafter:
+        return tokens
+    ids = drafter.d2t
+    places = mx.full((drafter.verifier.vocab_size,), ids.size, tokens.dtype)
+    places[ids] = mx.arange(ids.size, dtype=tokens.dtype)
+    return places[tokens]
 
 
 def teacher_forced(head: VanillaMarkov, previous: mx.array, states: mx.array) -> mx.array:
@@ -99,21 +110,26 @@ def teacher_forced(head: VanillaMarkov, previous: mx.array, states: mx.array) ->
 
 
 class Laws(NamedTuple):
-    """The target's law and the drafter's, of R rows over the vocabulary."""
+    """The target's law and the drafter's, of R rows over the tokens that the drafter proposes."""
 
-    p: mx.array  # [R, V]
-    q: mx.array  # [R, V]
-    logits: mx.array  # [R, V] the drafter's
+    p: mx.array  # [R, V]; of a reduced vocabulary [R, Vd], which does not add up to 1
+    q: mx.array  # the same
     lse: mx.array  # [R] log of the sum of exp(logits)
+    logits: mx.array  # the drafter's
+    best: mx.array  # [R] the target's best token, as `draft_ids` counts
+    outside: mx.array  # [R] the target's share of tokens that are not proposed
 
     def cross_entropy(self, labels: mx.array) -> mx.array:
+        """Of labels among the drafter's tokens; 0 of others."""
         # mx.checkpoint asks for the gradient of every input, and indices have none
-        index = mx.stop_gradient(labels)[:, None]
-        return self.lse - mx.take_along_axis(self.logits, index, axis=-1)[:, 0]
+        labels = mx.stop_gradient(labels)
+        index = mx.minimum(labels, self.logits.shape[-1] - 1)[:, None]
+        ce = self.lse - mx.take_along_axis(self.logits, index, axis=-1)[:, 0]
+        return mx.where(labels < self.logits.shape[-1], ce, 0)
 
     @property
     def agree(self) -> mx.array:
-        return mx.argmax(self.p, axis=-1) == mx.argmax(self.logits, axis=-1)
+        return self.best == mx.argmax(self.logits, axis=-1)
 
     @property
     def overlap(self) -> mx.array:
@@ -123,16 +139,19 @@ class Laws(NamedTuple):
     def distribution_loss(self, ce: mx.array, alpha: mx.array, config: LossConfig) -> mx.array:
         """alpha CE + (1 - alpha) L1 of each row, L1 = sum over v of |p - q|: [R]."""
         if config.reference == "law":
-            ce = self.lse - (self.p * self.logits).sum(axis=-1)
-        return alpha * ce + (1 - alpha) * mx.abs(self.p - self.q).sum(axis=-1)
+            ce = (1 - self.outside) * self.lse - (self.p * self.logits).sum(axis=-1)
+        return alpha * ce + (1 - alpha) * (mx.abs(self.p - self.q).sum(axis=-1) + self.outside)
 
 
-def laws(drafter: DFlash, hidden: mx.array, base: mx.array, bias: mx.array | float = 0.0) -> Laws:
-    """From the target's last states and the drafter's, [R, d] each, and a bias on its logits."""
-    p = mx.softmax(all_logits(drafter, hidden), axis=-1)
-    own = all_logits(drafter, base) + bias
-    q, lse = softmax(own)
-    return Laws(mx.stop_gradient(p), q, own, lse)
+def laws(drafter: DFlash, hidden: mx.array, own: mx.array) -> Laws:
+    """From the target's last states [R, d] and the drafter's own logits."""
+    head = drafter.verifier.head(hidden.astype(drafter.verifier.dtype))
+    p = mx.stop_gradient(mx.softmax(drafter.scale_scores(head), axis=-1))
+    best, outside = draft_ids(drafter, mx.argmax(p, axis=-1)), mx.array(0.0)
+    if "d2t" in drafter:
+        p = p[:, drafter.d2t]
+        outside = 1 - p.sum(axis=-1)
+    return Laws(p, *softmax(own), own, best, outside)
 
 
 def all_logits(drafter: DFlash, states: mx.array) -> mx.array:
@@ -158,7 +177,7 @@ def dflash_rows(
     base: mx.array,
 ) -> Rows:
     """CE (alpha = 1), or the papers' mix with L1."""
-    law = laws(drafter, hidden, base)
+    law = laws(drafter, hidden, all_logits(drafter, base))
     ce = law.cross_entropy(labels)
     return Rows(law.distribution_loss(ce, alpha, config), ce, law.agree, law.overlap)
 
@@ -172,10 +191,12 @@ def dspark_rows(
 ) -> Rows:
     """The mix on logits with the Markov bias, and BCE of the confidence against 1 - L1 / 2.
 
-    successors: w2 [V, r]; rows: the target's states, labels, base, mixed [R, r], confidence [R].
+    successors: w2 [V, r]; rows: the drafter's own head if it has one, then the target's states,
+    labels, base, mixed [R, r], confidence [R].
     """
-    hidden, labels, base, mixed, confidence = rows
-    law = laws(drafter, hidden, base, mixed @ successors.T)
+    *head, hidden, labels, base, mixed, confidence = rows
+    own = drafter.scale_scores(base @ head[0].T) if head else all_logits(drafter, base)
+    law = laws(drafter, hidden, own + mixed @ successors.T)
     ce = law.cross_entropy(labels)
     stands = nn.losses.binary_cross_entropy(
         confidence, mx.stop_gradient(law.overlap), with_logits=True, reduction="none"
@@ -196,7 +217,7 @@ def dspine_rows(
     rows: the target's states, labels, base and refined states.
     """
     hidden, labels, base, refined = rows
-    law = laws(drafter, hidden, base)
+    law = laws(drafter, hidden, all_logits(drafter, base))
     ce = law.cross_entropy(labels)
     loss = law.distribution_loss(ce, alpha, config)
     logits = mx.stop_gradient(law.logits)

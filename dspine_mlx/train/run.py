@@ -17,6 +17,7 @@ from dspine_mlx.convert.checkpoint import open_checkpoint
 from dspine_mlx.convert.layouts import METHODS
 from dspine_mlx.convert.read import read_config
 from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import resolve
@@ -27,7 +28,7 @@ from dspine_mlx.train.data import Sequence, read_sequences
 from dspine_mlx.train.features import FeatureCache, observe
 from dspine_mlx.train.loop import CHECKPOINT, Source, Trainer
 from dspine_mlx.train.settings import changed, parse_settings
-from dspine_mlx.train.start import start_dspine, start_layers
+from dspine_mlx.train.start import start_dspine, start_layers, start_vocabulary
 
 SETTINGS = "run.json"
 HELD_OUT = 64  # sequences taken off the end of the data when no held-out file is named
@@ -146,6 +147,8 @@ def build(run: Run, folder: Path, progress: Progress = lambda what, done, total:
         )
     mx.random.seed(run.train.seed)
     drafter = new_drafter(run, target, tokenizer)
+    if isinstance(drafter, DSpark) and "d2t" in drafter:
+        start_vocabulary(drafter, target, sequences)
     taps = drafter.config.target_layer_ids
     sources = [
         Source(part, features(run, name, target, taps, part, progress))

@@ -2,13 +2,16 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from dspine_mlx.convert.transfer_space import transfer_codes
 from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.target import Target
+from dspine_mlx.train.data import Sequence
 
 
 def start_dspine(drafter: DSpine, target: Target) -> None:
@@ -33,6 +36,15 @@ def start_dspine(drafter: DSpine, target: Target) -> None:
             injection.gates.weight[2 * a :],
         ]
     )
+
+
+def start_vocabulary(drafter: DSpark, target: Target, sequences: list[Sequence]) -> None:
+    """A reduced draft vocabulary: the answers' most frequent tokens, with the target's head."""
+    answers = [sequence.tokens[sequence.start :] for sequence in sequences]
+    counts = np.bincount(np.concatenate(answers), minlength=target.vocab_size)
+    kept = np.argsort(-counts, kind="stable")[: drafter.config.num_draft_tokens]
+    drafter.d2t = mx.array(np.sort(kept).astype(np.uint32))
+    drafter.lm_head.weight = target.head_rows(drafter.d2t).astype(mx.float32)
 
 
 def start_layers(drafter: DFlash, target: Target, ids: tuple[int, ...]) -> list[str]:

@@ -28,7 +28,7 @@ class Belief:
         return self.calibration.log_odds(np.array(evidence, np.float64))
 
     def chances(self, log_odds: np.ndarray) -> np.ndarray:
-        return sigmoid(log_odds + self.common + self.own)
+        return sigmoid(log_odds + self.common + self.own[: log_odds.shape[-1]])
 
     def update(self, slot: int, chance: float, stood: float) -> None:
         surprise, information = stood - chance, chance * (1 - chance)
@@ -43,8 +43,9 @@ class Belief:
         later, where each token is as much easier or harder than its slot's usual as it is in this
         block. What lies beyond this block is as usual.
         """
-        usual, slots = self.usual if self.rounds else log_odds, np.arange(len(log_odds))
-        ease = np.append(log_odds - usual, np.zeros(len(usual)))
+        M = len(log_odds)
+        usual, slots = self.usual[:M] if self.rounds else log_odds, np.arange(M)
+        ease = np.append(log_odds - usual, np.zeros(M))
         return np.cumprod(self.chances(ease[slots[:, None] + slots] + usual), axis=1)
 
     def round_over(self, log_odds: np.ndarray) -> None:

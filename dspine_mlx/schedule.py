@@ -175,11 +175,14 @@ class Auto:
     def choose(self, odds: np.ndarray, outlook: np.ndarray, limit: int, depth: int) -> int:
         """Tokens to feed of a draft with these log-odds, and these along the greedy path."""
         costs, chances = self.costs, self.belief.chances(odds)[:limit]
-        seconds, survival = costs.verify(depth), self.belief.survival(outlook)
-        w = worth(survival, seconds, costs.draft(depth), costs.plain(depth), self.rate(depth))
+        seconds, survival = costs.verify(depth), self.belief.survival(outlook[:limit])
+        draft, plain, rate = costs.draft(depth), costs.plain(depth), self.rate(depth)
+        if limit < len(odds):  # the text's last tokens: no block goes on beyond them
+            rate = 1 / plain
+        w = worth(survival, seconds, draft, plain, rate)
         if self.sampler is None:
-            return verify_length(chances, seconds, w[:limit])
-        return admitted(chances, self.belief.chances(outlook), seconds, w[:limit])
+            return verify_length(chances, seconds, w)
+        return admitted(chances, self.belief.chances(outlook), seconds, w)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()

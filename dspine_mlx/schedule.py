@@ -137,25 +137,26 @@ class Auto:
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
         self.check, self.rounds_left = CHECK, CHECK
+        self.interval = self.countdown = FIRST_PROBE
         self.sampler: Sampler | None = None
         self.begin(Statistics(), lambda x: x, 0)
 
     def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.statistics = statistics
         self.sampler = sampler if isinstance(sampler, Sampler) and sampler.temp > 0 else None
-        self.interval = self.countdown = self.pause(FIRST_PROBE, depth)
         self.watched: Watch | None = None
         self.time_plain()
         self.stretch = 0  # plain tokens left of a check
-        if self.parked and self.rounds:  # the last text may have been a hard one
+        if self.parked and self.interval < LAST_PROBE:  # the last text may have been a hard one
             self.belief.relax()
-            self.tokens, self.seconds = self.tokens / 4, self.seconds / 4
+            self.tokens, self.seconds, self.countdown = self.tokens / 4, self.seconds / 4, 0
         if self.hopeless(depth):
             self.parked = True
 
-    def pause(self, tokens: int, depth: int) -> int:
-        """Plain tokens until the next probe: so many, or more where drafts are dear."""
-        return max(tokens, int(self.costs.draft(depth) / self.costs.plain(depth) / SHARE))
+    def pause(self, depth: int) -> None:
+        """Until the next probe: `interval` plain tokens, or more where drafts are dear."""
+        dear = self.costs.draft(depth) / self.costs.plain(depth) / SHARE
+        self.countdown = max(self.interval, int(dear))
 
     def rate(self, depth: int) -> float:
         """Tokens per second reached: of recent rounds, or of plain decoding where that is more."""
@@ -205,7 +206,7 @@ class Auto:
         self.belief.round_over(self.outlook)
         for slot in range(min(offered, accepted + 1)):
             self.belief.update(slot, chances[slot], float(slot < accepted))
-        self.count(*self.expected(chances, offered, self.depth), fading=1 / 8)
+        self.count(*self.expected(chances, offered, self.depth), fading=1 / 16)
         if self.explain:
             self.explain(self.describe(chances, accepted, offered, verifying))
         self.rounds_left -= 1
@@ -229,8 +230,8 @@ class Auto:
         self.rounds += 1
 
     def park(self) -> None:
-        self.parked, self.stretch = True, 0
-        self.countdown = self.interval
+        self.parked, self.stretch, self.interval = True, 0, FIRST_PROBE
+        self.pause(self.depth)
         self.time_plain()
         if self.explain:
             self.explain(f"parked at {self.depth}: {self.comparison(self.depth)}")
@@ -265,7 +266,7 @@ class Auto:
             self.stretch -= 1
             if not self.stretch:
                 self.observe_plain(depth)
-                self.countdown = self.interval
+                self.pause(depth)
                 self.parked = self.gain(depth) < PARK
         if self.watched:
             self.compare(self.watched, token, logprobs, depth)
@@ -301,7 +302,7 @@ class Auto:
         self.count(tokens, seconds, fading=1 / 3)
         promising = tokens / seconds * self.costs.plain(depth) > RESUME
         self.interval = FIRST_PROBE // 2 if promising else min(2 * self.interval, LAST_PROBE)
-        self.interval = self.countdown = self.pause(self.interval, depth)
+        self.pause(depth)
         self.parked = self.gain(depth) < RESUME
         if self.explain:
             self.explain(f"probe at {depth}: {self.comparison(depth)}")

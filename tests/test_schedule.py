@@ -230,6 +230,35 @@ def test_caches_hold_the_text_wherever_it_ends(
     assert {c.offset for c in cache} == {len(prompt) + stop_at}
 
 
+def test_probes_leave_the_drafters_context_whole(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    """After parking, probes and rounds its cache holds the features of the text, row by row."""
+    prompt, drafter = random_prompt(17), tiny_dflash(model)
+    curve = Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), ((1e-3,) * 8, (1e-3,) * 8))
+    restless = Restless(Costs(curve), uncalibrated(7))
+    object.__setattr__(
+        drafter, "schedule", Schedule(Costs(curve), {}, policies={"greedy": restless})
+    )
+    cache = make_prompt_cache(model)
+    responses = list(
+        dspine_mlx.stream_generate(
+            model, tokenizer, prompt, drafter, max_tokens=40, prompt_cache=cache
+        )
+    )
+    assert responses[-1].statistics.probes > 3
+    text = mx.array([*prompt, *(r.token for r in responses)])
+    taps = drafter.config.target_layer_ids
+    _, features = drafter.target.forward(text, make_prompt_cache(model), taps)
+    fresh = drafter.make_cache()
+    drafter.extend(features, fresh)
+    for ours, wanted in zip(cache[-len(fresh) :], fresh, strict=True):
+        assert ours.offset == wanted.offset == text.size
+        for a, b in ((ours.keys, wanted.keys), (ours.values, wanted.values)):
+            rows = np.array(a)[:, :, : text.size], np.array(b)[:, :, : text.size]
+            np.testing.assert_allclose(*rows, atol=1e-4)
+
+
 @settings(deadline=None, max_examples=4)
 @given(st.integers(0, 99))
 def test_sampled_drafts_are_watched_by_the_ratio(seed: int) -> None:

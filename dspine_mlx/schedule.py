@@ -155,8 +155,9 @@ class Auto:
 
     def pause(self, depth: int) -> None:
         """Until the next probe: `interval` plain tokens, or more where drafts are dear."""
-        dear = self.costs.draft(depth) / self.costs.plain(depth) / SHARE
-        self.countdown = max(self.interval, int(dear))
+        dear = int(self.costs.draft(depth) / self.costs.plain(depth) / SHARE)
+        self.interval = max(self.interval, min(dear, LAST_PROBE // 2))
+        self.countdown = max(self.interval, dear)
 
     def rate(self, depth: int) -> float:
         """Tokens per second reached: of recent rounds, or of plain decoding where that is more."""
@@ -210,7 +211,7 @@ class Auto:
         if self.explain:
             self.explain(self.describe(chances, accepted, offered, verifying))
         self.rounds_left -= 1
-        if self.rounds >= 3 and self.gain(self.depth) < PARK:
+        if self.rounds >= 2 and self.gain(self.depth) < PARK:
             self.park()
         elif self.rounds_left <= 0 and self.gain(self.depth) < CLEAR:
             self.check *= 4

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,18 @@ class Curve:
 
     def at(self, depth: int) -> np.ndarray:
         """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""
+        low, rise = self.ends
+        share = max(0.0, (depth - self.depths[0]) / (self.depths[1] - self.depths[0]))
+        return low + share * rise
+
+    @cached_property
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """The costs at the first depth, and what the second adds."""
         low, high = (
             np.array([p, *v, d])
             for p, v, d in zip(self.plain, self.verify, self.draft, strict=True)
         )
-        share = max(0.0, (depth - self.depths[0]) / (self.depths[1] - self.depths[0]))
-        return low + share * np.maximum(high - low, 0)
+        return low, np.maximum(high - low, 0)
 
 
 class Costs:
@@ -83,7 +90,8 @@ class Costs:
 
     Prediction: curve * exp(x), x one log-correction for each kind of step, in a Kalman filter. All
     share a common part (heat, load), which may wander; each has a smaller part of its own, alike
-    for neighbouring widths. Seeing one kind so informs all, and most of all itself.
+    for neighbouring widths, of which plain decoding is the narrowest. Seeing one kind so informs
+    all, and most of all itself.
     """
 
     def __init__(self, curve: Curve):
@@ -91,10 +99,10 @@ class Costs:
         self.widths = len(curve.verify[0])
         n = self.widths + 2
         alike = np.eye(n)
-        alike[1:-1, 1:-1] = 0.7 ** np.abs(np.subtract.outer(np.arange(n - 2), np.arange(n - 2)))
-        common, own = (0.3, 0.15) if curve.measured else (3.0, 0.5)
+        alike[:-1, :-1] = 0.7 ** np.abs(np.subtract.outer(np.arange(n - 1), np.arange(n - 1)))
+        common, own = (0.3, 0.1) if curve.measured else (3.0, 0.5)
         self.x, self.covariance = np.zeros(n), common**2 + own**2 * alike
-        self.wander = WANDER**2 + (WANDER / 4) ** 2 * alike
+        self.wander = WANDER**2 + (WANDER / 8) ** 2 * alike
         self.depth, self.base = -1, np.zeros(0)
 
     def predict(self, depth: int) -> np.ndarray:

@@ -91,12 +91,17 @@ class DraftContext:
         keep = 0 if self.taken is None else self.taken + rows
         for c, mark in zip(self.cache, self.marks, strict=True):
             c.trim(c.offset - mark - keep)
-        if self.taken is None and rows:
-            self.backlog.append(features[:, :rows] if rows < features.shape[1] else features)
-            self.waiting += rows
+        taken = self.taken
+        self.begin()
+        if taken is None and rows:
+            self.add(features[:, :rows] if rows < features.shape[1] else features)
+
+    def add(self, features: mx.array) -> None:
+        """Features of rows of the text, to be taken in later."""
+        self.backlog.append(features)
+        self.waiting += features.shape[1]
         if self.waiting >= BACKLOG:
             self.catch_up()
-        self.begin()
 
     def catch_up(self) -> None:
         """Take in the backlog without a proposal."""
@@ -104,6 +109,7 @@ class DraftContext:
             self.drafter.extend(mx.concatenate(self.backlog, axis=1), self.cache)
             mx.async_eval([c.state for c in self.cache])
         self.backlog, self.waiting = [], 0
+        self.begin()
 
 
 @dataclass
@@ -283,30 +289,43 @@ class Decoder:
         policy drafts again. A probe's draft runs along, its cache kept up from the backlog."""
         self.commit()
         token, logprobs = self.step(self.pending)
-        self.rows, self.pending = 1, None
+        self.rows, self.pending, depth = 1, None, self.rollback.position
         while budget > 0:
-            self.commit()
+            self.advance()
+            depth += 1
             if not policy.parked:
                 self.pending = token
                 yield token.item(), logprobs, False
                 return
-            if policy.probing(self.rollback.position):
+            if policy.probing(depth):
                 policy.watch(self.propose(token))
+                self.context.begin()  # what it took in belongs to the text
+            started = time.perf_counter()
             following = self.step(token)
             self.rows = 1
-            waiting = time.perf_counter()
-            policy.plain(token.item(), logprobs, waiting, self.rollback.position)
-            yield token.item(), logprobs, False
-            if token.item() in self.stop:
+            read = token.item()
+            policy.plain(read, logprobs, started, depth)
+            yield read, logprobs, False
+            if read in self.stop:
                 return
             budget -= 1
             token, logprobs = following
 
     def step(self, token: mx.array) -> tuple[mx.array, mx.array]:
+        """The features are left to whoever takes them in: their layers are evaluated anyway."""
         logprobs = self.logprobs(self.feed(token))
-        sampled, row = self.sampler(logprobs), logprobs[0]
-        mx.async_eval(sampled, row, self.features)
+        sampled, row = self.sampler(logprobs), logprobs.squeeze(0)
+        mx.async_eval(sampled, row)
         return sampled, row
+
+    def advance(self) -> None:
+        """Plain decoding's commit: the one row fed belongs to the text."""
+        if self.kv.bits is not None or self.processors or self.draft_filter:
+            self.commit()
+            return
+        self.rollback.advance()
+        self.context.add(self.features)
+        self.features, self.rows = self.none, 0
 
     def commit(self) -> None:
         """Bring the caches to the rows that belong to the text, and start from there."""

@@ -29,6 +29,10 @@ class Trimmed:
     def __init__(self, cache: Any):
         self.cache, self.offset = cache, cache.offset
 
+    def move(self) -> None:
+        """To behind a single row."""
+        self.offset = self.cache.offset
+
     def keep(self, rows: int) -> None:
         excess = self.cache.offset - self.offset - rows
         if excess > 0:
@@ -76,6 +80,9 @@ class Recurrent:
     def __init__(self, cache: ArraysCache):
         self.cache, self.before = cache, list(cache.cache)
         self.record = Record(cache)
+
+    def move(self) -> None:
+        self.before = list(self.cache.cache)
 
     def keep(self, rows: int) -> None:
         if rows == 0:
@@ -130,6 +137,12 @@ class Rollback:
     def checkpoint(self) -> None:
         self.marks = [MARKS[type(c)](c) for c in leaves(self.cache)]
         self.tokens = mx.array([], mx.uint32)  # of the verify forward since then
+
+    def advance(self) -> None:
+        """Plain decoding: the single row fed since the checkpoint belongs to the text, and the
+        checkpoint moves behind it."""
+        for mark in self.marks:
+            mark.move()
 
     def feeding(self, rows: int) -> None:
         """Before a forward over so many rows."""

@@ -1,20 +1,14 @@
 """The verify length: how many drafted tokens each round offers, and whether to draft at all.
 
-With a_j the chance that the first j drafted tokens stand, and T(k) the seconds of a forward over k
-rows, a round of l drafted tokens emits 1 + a_1 + ... + a_l tokens. The most tokens per second in
-the long run come from
-
-    argmax_l  a_1 + ... + a_l - rate * T(1 + l),    rate = tokens per second actually reached,
-
-and plain decoding is one more choice. Every rule here is lossless: `verify_length` is for greedy
-targets and one-hot drafts, where any rule is; `admitted` for sampled drafts, where row k may depend
-on the tokens up to the one it feeds, because the token after the last row is tested too.
+Plain decoding is one more choice: drafting is parked while it wins. See
+`dspine_mlx.lengths` for the rules, which are lossless.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 import mlx.core as mx
@@ -32,6 +26,7 @@ from dspine_mlx.calibration import (
 from dspine_mlx.costs import Costs, costs_of
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
+from dspine_mlx.lengths import admitted, verify_length, worth
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft
@@ -42,39 +37,11 @@ __all__ = ["Auto", "Fixed", "Policy", "admitted", "fit_temperatures", "policy_fo
 # Expected speed over plain decoding: below PARK drafting stops, above RESUME it starts again.
 PARK, RESUME = 1.0, 1.02
 FIRST_PROBE, LAST_PROBE = 16, 256  # plain tokens between probes; doubled by every one that fails
+SHARE = 0.01  # of the time, at most, for probes
+SPAN = 8  # plain tokens timed together
 HOPE = 1.1  # speed that perfect drafts must reach for a probe to be worth it
 CHECK, STRETCH = 16, 3  # rounds before STRETCH plain tokens are timed again; then 4 times as many
-CLEAR = 2.0  # expected speed from which that is not needed
-
-
-def verify_length(chances: np.ndarray, seconds: np.ndarray, rate: float) -> int:
-    """argmax_l a_1 + ... + a_l - rate * seconds[l], a the running product of the chances.
-
-    chances: of each drafted token given the ones before; seconds[l]: a forward over 1 + l rows;
-    rate: tokens per second that time is worth. Steps in the costs are looked across.
-    """
-    gains = np.concatenate([[0.0], np.cumsum(np.cumprod(chances))])
-    return int(np.argmax(gains - rate * seconds[: len(gains)]))
-
-
-def admitted(chances: np.ndarray, outlook: np.ndarray, seconds: np.ndarray, rate: float) -> int:
-    """Rows admitted one after another, for a draft that was sampled.
-
-    chances[k] is the chance of drafted token k + 1, known from the tokens before it. Whether row k
-    is fed may depend on x_1 .. x_k, so on chances[: k + 1]; slots beyond are expected to have the
-    chances of the greedy path, `outlook`, which no draw has a part in. The first row that neither
-    pays for itself nor leads to rows that pay ends the block. Backward induction over the whole
-    table gains less than 0.5 % more (`tests/bench/stopping.py`).
-    """
-    stands = 1.0
-    for k in range(1, len(chances) + 1):
-        stands *= chances[k - 1]
-        known = chances[k : k + 1]
-        ahead = np.concatenate([[1.0], known, outlook[k + 1 : len(chances)]])
-        gains = stands * np.cumsum(np.cumprod(ahead))
-        if (gains <= rate * (seconds[k : k + len(gains)] - seconds[k - 1])).all():
-            return k - 1
-    return len(chances)
+CLEAR = 1.5  # expected speed from which that is not needed
 
 
 class Policy(Protocol):
@@ -142,7 +109,8 @@ class Watch:
 
     draft: Draft
     tokens: list[int] = field(default_factory=list)
-    log_odds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    odds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    outlook: np.ndarray = field(default_factory=lambda: np.zeros(0))
     slot: int = 0
 
 
@@ -169,23 +137,27 @@ class Auto:
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
         self.check, self.rounds_left = CHECK, CHECK
+        self.interval = self.countdown = FIRST_PROBE
         self.sampler: Sampler | None = None
         self.begin(Statistics(), lambda x: x, 0)
 
     def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.statistics = statistics
         self.sampler = sampler if isinstance(sampler, Sampler) and sampler.temp > 0 else None
-        self.interval, self.countdown = FIRST_PROBE, FIRST_PROBE // 2
         self.watched: Watch | None = None
-        self.last = 0.0  # clock at the last plain token; 0: not usable
+        self.time_plain()
         self.stretch = 0  # plain tokens left of a check
-        if self.parked and self.rounds:  # the last text may have been a hard one
+        if self.parked and self.interval < LAST_PROBE:  # the last text may have been a hard one
             self.belief.relax()
             self.tokens, self.seconds, self.countdown = self.tokens / 4, self.seconds / 4, 0
-        if not self.rounds and not self.belief.calibration.rounds:
-            self.parked, self.countdown = True, 0  # nothing is known: look at one draft first
         if self.hopeless(depth):
             self.parked = True
+
+    def pause(self, depth: int) -> None:
+        """Until the next probe: `interval` plain tokens, or more where drafts are dear."""
+        dear = int(self.costs.draft(depth) / self.costs.plain(depth) / SHARE)
+        self.interval = max(self.interval, min(dear, LAST_PROBE // 2))
+        self.countdown = max(self.interval, dear)
 
     def rate(self, depth: int) -> float:
         """Tokens per second reached: of recent rounds, or of plain decoding where that is more."""
@@ -202,11 +174,17 @@ class Auto:
         best = (np.arange(1, len(rounds) + 1) / rounds).max() * self.costs.plain(depth)
         return self.costs.curve.measured and bool(best < HOPE)
 
-    def choose(self, chances: np.ndarray, outlook: np.ndarray, depth: int) -> int:
-        seconds, rate = self.costs.verify(depth), self.rate(depth)
+    def choose(self, odds: np.ndarray, outlook: np.ndarray, limit: int, depth: int) -> int:
+        """Tokens to feed of a draft with these log-odds, and these along the greedy path."""
+        costs, chances = self.costs, self.belief.chances(odds)[:limit]
+        seconds, survival = costs.verify(depth), self.belief.survival(outlook[:limit])
+        draft, plain, rate = costs.draft(depth), costs.plain(depth), self.rate(depth)
+        if limit < len(odds):  # the text's last tokens: no block goes on beyond them
+            rate = 1 / plain
+        w = worth(survival, seconds, draft, plain, rate)
         if self.sampler is None:
-            return verify_length(chances, seconds, rate)
-        return admitted(chances, outlook, seconds, rate)
+            return verify_length(chances, seconds, w)
+        return admitted(chances, self.belief.chances(outlook), seconds, w)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
@@ -214,30 +192,32 @@ class Auto:
         self.verifying = self.clock()
         self.drafting = seconds + self.verifying - started
         self.depth = depth
-        self.chances = self.belief.chances(self.belief.log_odds(draft.evidence))
-        return self.choose(self.chances[:limit], self.outlook(draft), depth)
+        self.odds, self.outlook = self.log_odds(draft)
+        return self.choose(self.odds, self.outlook, limit, depth)
 
-    def outlook(self, draft: Draft) -> np.ndarray:
-        """Chances along the greedy path."""
-        odds = draft.evidence if draft.outlook is None else draft.outlook
-        return self.belief.chances(self.belief.log_odds(odds))
+    def log_odds(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
+        """Of the draft's tokens, and of those on the greedy path."""
+        odds = self.belief.log_odds(draft.evidence)
+        return odds, odds if draft.outlook is None else self.belief.log_odds(draft.outlook)
 
     def learn(self, accepted: int, offered: int) -> None:
         verifying = self.clock() - self.verifying
         self.costs.observe_round(self.drafting, verifying, 1 + offered, self.depth)
-        self.belief.fade()
+        chances = self.belief.chances(self.odds)
+        self.belief.round_over(self.outlook)
         for slot in range(min(offered, accepted + 1)):
-            self.belief.update(slot, self.chances[slot], float(slot < accepted))
-        self.count(*self.expected(self.chances, offered, self.depth), fading=1 / 8)
+            self.belief.update(slot, chances[slot], float(slot < accepted))
+        self.count(*self.expected(chances, offered, self.depth), fading=1 / 16)
         if self.explain:
-            self.explain(self.describe(accepted, offered, verifying))
+            self.explain(self.describe(chances, accepted, offered, verifying))
         self.rounds_left -= 1
-        if self.rounds >= 3 and self.gain(self.depth) < PARK:
+        if self.rounds >= 2 and self.gain(self.depth) < PARK:
             self.park()
         elif self.rounds_left <= 0 and self.gain(self.depth) < CLEAR:
             self.check *= 4
             self.rounds_left = self.check
-            self.parked, self.last, self.stretch = True, 0.0, STRETCH
+            self.parked, self.stretch = True, STRETCH
+            self.time_plain()
 
     def expected(self, chances: np.ndarray, length: int, depth: int) -> tuple[float, float]:
         """Tokens and seconds of a round that offers length tokens."""
@@ -251,8 +231,9 @@ class Auto:
         self.rounds += 1
 
     def park(self) -> None:
-        self.parked, self.last, self.stretch = True, 0.0, 0
-        self.countdown = self.interval
+        self.parked, self.stretch, self.interval = True, 0, FIRST_PROBE
+        self.pause(self.depth)
+        self.time_plain()
         if self.explain:
             self.explain(f"parked at {self.depth}: {self.comparison(self.depth)}")
 
@@ -269,32 +250,46 @@ class Auto:
         self.last = -1.0  # the draft takes its time from the next two tokens
         self.statistics.probes += 1
 
+    def time_plain(self) -> None:
+        """Start timing plain tokens."""
+        self.last, self.times = 0.0, list[float]()  # clock at the last token; 0: not usable
+
     def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         now = self.clock()
         self.statistics.plain += 1
         self.countdown -= 1
-        if self.last > 0 and now - waiting > 0.2 * (now - self.last):  # else the reader was slow
-            self.costs.observe_plain(now - self.last, depth)
+        if self.last > 0 and now - waiting > 0.5 * (now - self.last):  # else the reader was slow
+            self.times.append(now - self.last)
+            if len(self.times) == SPAN:
+                self.observe_plain(depth)
         self.last = now if self.last >= 0 else 0.0
         if self.stretch:
             self.stretch -= 1
-            self.countdown = self.interval
-            self.parked = self.stretch > 0 or self.gain(depth) < PARK
+            if not self.stretch:
+                self.observe_plain(depth)
+                self.pause(depth)
+                self.parked = self.gain(depth) < PARK
         if self.watched:
             self.compare(self.watched, token, logprobs, depth)
+
+    def observe_plain(self, depth: int) -> None:
+        """Learn from the plain tokens timed so far."""
+        if self.times:
+            self.costs.observe_plain(median(self.times), depth)
+            self.times.clear()
 
     def compare(self, watch: Watch, token: int, logprobs: mx.array, depth: int) -> None:
         """One plain token against the watched draft; at the first that differs the probe ends."""
         if watch.slot == 0:
             watch.tokens = watch.draft.tokens.tolist()
-            watch.log_odds = self.belief.log_odds(watch.draft.evidence)
+            watch.odds, watch.outlook = self.log_odds(watch.draft)
         slot, agrees = watch.slot, watch.tokens[watch.slot] == token
         stood = float(agrees)
         if self.sampler is not None and watch.draft.q is not None:
             here = slice(slot, slot + 1)
             one = Draft(watch.draft.tokens[here], watch.draft.candidates[here], watch.draft.q[here])
             stood = acceptance(one, self.sampler.law(logprobs[None])).item()
-        self.belief.update(slot, self.belief.chances(watch.log_odds)[slot], stood)
+        self.belief.update(slot, self.belief.chances(watch.odds)[slot], stood)
         watch.slot += 1
         if not agrees or watch.slot == len(watch.tokens):
             self.watched = None
@@ -302,22 +297,20 @@ class Auto:
 
     def judge(self, watch: Watch, depth: int) -> None:
         """After a probe: resume, look again soon, or wait twice as long."""
-        self.belief.fade()
-        chances = self.belief.chances(watch.log_odds)
-        tokens, seconds = self.expected(
-            chances, self.choose(chances, self.outlook(watch.draft), depth), depth
-        )
+        self.belief.round_over(watch.outlook)
+        length = self.choose(watch.odds, watch.outlook, len(watch.odds), depth)
+        tokens, seconds = self.expected(self.belief.chances(watch.odds), length, depth)
         self.count(tokens, seconds, fading=1 / 3)
         promising = tokens / seconds * self.costs.plain(depth) > RESUME
         self.interval = FIRST_PROBE // 2 if promising else min(2 * self.interval, LAST_PROBE)
-        self.countdown = self.interval
+        self.pause(depth)
         self.parked = self.gain(depth) < RESUME
         if self.explain:
             self.explain(f"probe at {depth}: {self.comparison(depth)}")
 
-    def describe(self, accepted: int, offered: int, verifying: float) -> str:
+    def describe(self, chances: np.ndarray, accepted: int, offered: int, verifying: float) -> str:
         """One round in a line: chances that each prefix stands, costs, choice, outcome."""
-        survival = " ".join(f"{a:.2f}" for a in np.cumprod(self.chances))
+        survival = " ".join(f"{a:.2f}" for a in np.cumprod(chances))
         rows = " ".join(f"{1e3 * s:.1f}" for s in self.costs.verify(self.depth))
         return (
             f"at {self.depth}: survival {survival}; ms to draft {1e3 * self.drafting:.1f}, "

@@ -176,7 +176,7 @@ def test_a_retrospective_rule_is_caught(block: bool) -> None:
 
     def choose(draft: Draft) -> int:
         chances = auto.belief.chances(auto.belief.log_odds(draft.evidence))
-        return verify_length(chances, np.array([1.0, 1.7, 1.7, 1.7]), rate=1.0)
+        return verify_length(chances, np.array([1.0, 1.7, 1.7, 1.7]), worth=1.0)
 
     assert lengths(toy, choose) == {0, 3}
     law = law_of_round(toy, choose, block=block, tested=True)

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dspine_mlx.calibration import Calibration, uncalibrated
+from dspine_mlx.calibration import Calibration, fit, uncalibrated
 from dspine_mlx.costs import Costs, Curve
 from dspine_mlx.response import Statistics
 from dspine_mlx.schedule import Auto, Fixed, Policy
@@ -62,25 +62,27 @@ def curve_of(entry: dict[str, Any], slots: int) -> Curve:
 
 @dataclass
 class Machine:
-    """A clock that steps move by their cost, times a noise that they can't foresee."""
+    """A clock that steps move by their cost, times a noise that they can't foresee; and the sum of
+    the costs, which tells policies apart without that noise."""
 
     curve: Curve
     noise: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.now = 0.0
+        self.now = self.spent = 0.0
         self.rng = np.random.default_rng(self.seed)
 
     def take(self, seconds: float) -> float:
+        self.spent += seconds
         seconds *= float(np.exp(self.noise * self.rng.standard_normal()))
         self.now += seconds
         return seconds
 
 
 def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
-    """Seconds of the whole text under a policy, from a context of `start` positions on."""
-    begun, i, n = machine.now, 0, len(trace.stands)
+    """Expected seconds of the whole text under a policy, from a context of `start` positions on."""
+    begun, i, n = machine.spent, 0, len(trace.stands)
     statistics = Statistics()
     policy.begin(statistics, lambda x: x, start)
     while i < n:
@@ -103,22 +105,40 @@ def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
         row = mx.array(0)
         statistics.record(length, [*[(1, row, True)] * stood, (1, row, False)])
         i += stood + 1
-    return machine.now - begun
+    return machine.spent - begun
 
 
 def compare(
-    traces: list[Trace], curve: Curve, calibration: Calibration | None = None, start: int = 512
+    traces: list[Trace], curve: Curve, calibrated: bool = False, start: int = 512
 ) -> dict[str, float]:
-    """Speed over plain decoding of the policy, over the texts in turn, and of fixed lengths."""
+    """Speed over plain decoding of the policy, over the texts in turn, and of fixed lengths.
+
+    calibrated: fitted on every other text for the rest, both ways round, in place of nothing.
+    """
     M = traces[0].evidence.shape[1]
     machine = Machine(curve)
-    auto = Auto(Costs(curve), calibration or uncalibrated(M), clock=lambda: machine.now)
-    policies: dict[str, Policy] = {"auto": auto} | {str(n): Fixed(n) for n in range(M + 1)}
-    seconds = {
-        name: sum(replay(trace, policy, machine, start) for trace in traces)
-        for name, policy in policies.items()
-    }
-    return {name: seconds["0"] / s for name, s in seconds.items()}
+
+    def seconds(policy: Policy, traces: list[Trace]) -> float:
+        return sum(replay(trace, policy, machine, start) for trace in traces)
+
+    def auto(calibration: Calibration) -> Policy:
+        return Auto(Costs(curve), calibration, clock=lambda: machine.now)
+
+    times = {str(n): seconds(Fixed(n), traces) for n in range(M + 1)}
+    if calibrated:
+        halves = traces[::2], traces[1::2]
+        times["auto"] = sum(
+            seconds(auto(fitted(other)), half)
+            for half, other in zip(halves, reversed(halves), strict=True)
+        )
+    else:
+        times["auto"] = seconds(auto(uncalibrated(M)), traces)
+    return {name: times["0"] / s for name, s in times.items()}
+
+
+def fitted(traces: list[Trace]) -> Calibration:
+    evidence = np.concatenate([trace.evidence for trace in traces])
+    return fit(evidence, np.concatenate([trace.stands for trace in traces]))
 
 
 def made_up(tokens: int, slots: int, ease: float, seed: int, informed: float = 1.0) -> Trace:
@@ -189,16 +209,18 @@ def main() -> None:
     traces = (
         load_trace(args.trace) if args.trace else [made_up(400, 7, 1.2, seed) for seed in range(5)]
     )
-    print(f"{'':40} {'auto':>6} {'best fixed':>12}   fixed 1, 2, ...")
+    print(f"{'':36} auto: calibrated, cold; best fixed length; fixed 1, 2, ...")
     for entry in json.loads((HERE / "curves.json").read_text(encoding="utf-8")):
         if args.curve in entry["name"]:
             curve = curve_of(entry, traces[0].evidence.shape[1])
-            speed = compare(traces, curve, start=args.depth)
-            fixed = {name: s for name, s in speed.items() if name != "auto"}
-            best = max(fixed, key=fixed.__getitem__)
-            others = " ".join(f"{s:.2f}" for name, s in fixed.items() if name != "0")
+            cold = compare(traces, curve, start=args.depth)["auto"]
+            speed = compare(traces, curve, calibrated=True, start=args.depth)
+            auto = speed.pop("auto")
+            best = max(speed, key=speed.__getitem__)
+            others = " ".join(f"{s:.2f}" for s in list(speed.values())[1:])
             print(
-                f"{entry['name']:40} {speed['auto']:6.2f} {fixed[best]:7.2f} ({best:>2})   {others}"
+                f"{entry['name']:36} {auto:.2f} {cold:.2f} {speed[best]:.2f} ({best:>2}) "
+                f"| {auto / speed[best]:.3f} {cold / speed[best]:.3f} | {others}"
             )
 
 

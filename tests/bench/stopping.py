@@ -22,8 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import dspine_mlx
 from dspine_mlx.calibration import sigmoid
+from dspine_mlx.lengths import admitted
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.schedule import admitted
 from dspine_mlx.selection import evidence
 from tests.bench.simulate import HERE, curve_of
 
@@ -84,7 +84,7 @@ def lengths(rule: str, table: Table, path: list[int], seconds: np.ndarray, rate:
         greedy = [0]
         for q in table.q[:-1]:
             greedy.append(int(q[greedy[-1]].argmax()))
-        return admitted(c, table.c[np.arange(len(path)), greedy], seconds, rate)
+        return admitted(c, table.c[np.arange(len(path)), greedy], seconds, 1 / rate)
     W = values(table, seconds, rate) if rule == "induction" else np.zeros((len(c) + 1, 16, 32))
     stands = 1.0
     for k, j in enumerate(path):

@@ -1,0 +1,81 @@
+"""How many drafted tokens to verify, from chances and costs: pure rules, all lossless.
+
+With a_j the chance that the first j drafted tokens stand, T(k) the seconds of a forward over k rows
+and w_j the seconds that token j saves when it stands, a round should offer
+
+    argmax_l  a_1 w_1 + ... + a_l w_l - T(1 + l).
+
+`verify_length` is for greedy targets and one-hot drafts, where any rule is lossless; `admitted` for
+sampled drafts, where row k may depend on the tokens up to the one it feeds, because the token after
+the last row is tested too. `worth` finds w by backward induction.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def verify_length(
+    chances: np.ndarray, seconds: np.ndarray, worth: float | Sequence[float] | np.ndarray
+) -> int:
+    """argmax_l a_1 w_1 + ... + a_l w_l - seconds[l], a the running product of the chances.
+
+    chances: of each drafted token given the ones before; seconds[l]: a forward over 1 + l rows;
+    worth: seconds that each token saves, or all alike. Steps in the costs are looked across.
+    """
+    gains = np.concatenate([[0.0], np.cumsum(np.cumprod(chances) * worth)])
+    return int(np.argmax(gains - seconds[: len(gains)]))
+
+
+def admitted(
+    chances: np.ndarray,
+    outlook: np.ndarray,
+    seconds: np.ndarray,
+    worth: float | Sequence[float] | np.ndarray,
+) -> int:
+    """Rows admitted one after another, for a draft that was sampled.
+
+    chances[k] is the chance of drafted token k + 1, known from the tokens before it. Whether row k
+    is fed may depend on x_1 .. x_k, so on chances[: k + 1]; slots beyond are expected to have the
+    chances of the greedy path, `outlook`, which no draw has a part in; nor has it in `worth`. The
+    first row that neither pays for itself nor leads to rows that pay ends the block. Backward
+    induction over the whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
+    """
+    stands, worth = 1.0, np.broadcast_to(worth, len(chances))
+    for k in range(1, len(chances) + 1):
+        stands *= chances[k - 1]
+        known = chances[k : k + 1]
+        ahead = np.concatenate([[1.0], known, outlook[k + 1 : len(chances)]])
+        gains = stands * np.cumsum(np.cumprod(ahead) * worth[k - 1 :])
+        if (gains <= seconds[k : k + len(gains)] - seconds[k - 1]).all():
+            return k - 1
+    return len(chances)
+
+
+def worth(
+    survival: np.ndarray, seconds: np.ndarray, draft: float, plain: float, rate: float
+) -> list[float]:
+    """Seconds [M] that each drafted token saves if it stands: what the best round after the token
+    before it would take more than the best round after it.
+
+    Where the text is easy the next round would bring the tokens just as well, and just before a
+    hard token there is nothing to be had: both make tokens there worth less than on average. With
+    h_j the expected time from j tokens on and w_j = h_j - h_{j+1},
+
+        h_j = min_l  draft + T(1 + l) + h_{j+1} - sum_{n <= l} A_{j,n} w_{j+n},
+
+    by induction from the block's end down; beyond it a token is worth 1 / rate, and nowhere more
+    than a token of plain decoding.
+
+    survival[j, n - 1] = A_{j,n}: the chance that n tokens stand in a block drafted after token j.
+    """
+    M = len(survival)
+    rows, A = seconds.tolist(), survival.tolist()
+    w = [1 / rate] * (M + 1)
+    for j in range(M - 1, 0, -1):
+        best, gain = -rows[0], 0.0
+        for n in range(1, M - j + 1):
+            gain += A[j][n - 1] * w[j + n]
+            best = max(best, gain - rows[n])
+        w[j] = min(plain, draft - best)
+    return w[1:]

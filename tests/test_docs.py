@@ -293,7 +293,7 @@ def check_python(names: dict[str, Any], printed: str) -> None:
     text, tokens = "", list[int]()
     for turn, name in ((prompt, "first"), (names["more"], "second"), (names["more"], "third")):
         tokens += turn
-        out = list(mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=20))
+        out = list(mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=16))
         assert names[name] == "".join(response.text for response in out)
         tokens += [response.token for response in out]
     assert names["cache"][0].offset == len(tokens)
@@ -305,7 +305,7 @@ def check_exactness(names: dict[str, Any], printed: str) -> None:
 
 
 def check_quick_start(names: dict[str, Any], printed: str) -> None:
-    params = understood(["generate", "-p", "Why is the sky blue?", "-m", "60"]).params
+    params = understood(["generate", "-p", "Why is the sky blue?", "-m", "40"]).params
     assert printed == wanted_text(params) + "\n"
 
 
@@ -454,7 +454,9 @@ OTHERS = {"python", "python3", "pre-commit", "curl", "git", "launchctl", "sudo"}
 @pytest.mark.parametrize("block", MARKED, ids=str)
 def test_what_can_not_run_here_is_understood(block: Block) -> None:
     if block.language == "python":
-        imports = [n for n in ast.parse(block.text).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        imports = [
+            n for n in ast.parse(block.text).body if isinstance(n, ast.Import | ast.ImportFrom)
+        ]
         exec(compile(ast.Module(imports, []), str(block), "exec"), {})
         return
     for words in commands(block):

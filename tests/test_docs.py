@@ -6,26 +6,18 @@ marked in the page (`documentation.NEEDS`) and still parsed by the real command 
 
 import ast
 import json
-import re
-import sys
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
-from importlib import import_module, metadata
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import mlx_lm
 import pytest
-import typer
-from mlx_lm import server as host
 from mlx_lm.sample_utils import make_sampler
-from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import dspine_mlx
@@ -34,21 +26,23 @@ from dspine_mlx.cli import app
 from dspine_mlx.cli.generate import apply_template
 from dspine_mlx.convert.read import read_config
 from dspine_mlx.load import DEMO
-from dspine_mlx.server import app as server_app
-from dspine_mlx.server import main as serve
 from tests.documentation import (
     FILES,
-    NEEDS,
     PAGES,
-    ROOT,
     Block,
-    anchors,
     blocks,
     commands,
     filled,
-    prose,
 )
 from tests.serving import Server, serving
+from tests.understanding import (
+    Call,
+    ours,
+    parse_words,
+    pip_understands,
+    script_understands,
+    understood,
+)
 
 SHORT = {  # what makes a command quick; the last value of an option counts
     "bench": "--limit 1 --repeat 1 --max-tokens 16",
@@ -61,111 +55,6 @@ SHORT = {  # what makes a command quick; the last value of an option counts
     "--set drafter.num_hidden_layers=1 --set drafter.transfer_rank=16 "
     "--set drafter.message_size=8",
 }
-
-
-# ---- understanding a command without doing it
-
-
-@dataclass
-class Call:
-    """A command of the real command line: its name, and its parameters as parsed."""
-
-    name: str
-    params: dict[str, Any]
-    stdout: str = ""
-    stderr: str = ""
-
-    @property
-    def paths(self) -> list[Path]:
-        return [value for value in self.params.values() if isinstance(value, Path)]
-
-
-def subcommands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(command, typer.core.TyperGroup):
-        yield name, command
-        return
-    for part, sub in command.commands.items():
-        yield from subcommands(sub, f"{name} {part}".strip())
-
-
-def understood(arguments: list[str], program: typer.Typer = app) -> Call:
-    """What a command line makes of its arguments; its own error if it refuses them."""
-    if arguments[0] == "serve":
-        serve_understands(arguments[1:])
-        return Call("serve", {})
-    root, calls = typer.main.get_command(program), list[Call]()
-
-    def note(called: str, **params: Any) -> None:
-        calls.append(Call(called, params))
-
-    with ExitStack() as patches:
-        for name, command in subcommands(root):
-            patches.enter_context(patch.object(command, "callback", partial(note, name)))
-        root.main(arguments, standalone_mode=False)
-    (call,) = calls
-    return call
-
-
-def serve_understands(arguments: list[str]) -> None:
-    """mlx_lm.server's part of the flags is parsed by its own main."""
-    with ExitStack() as patches:
-        for owner, name in ((server_app, "bind"), (host, "run"), (host, "ModelProvider")):
-            patches.enter_context(patch.object(owner, name, autospec=True))
-        patches.enter_context(patch.object(sys, "argv", []))
-        serve(arguments)
-
-
-def script_understands(module_name: str, arguments: list[str]) -> None:
-    """`python -m` of a script in tests/bench or recipes."""
-    module = import_module(module_name)
-    names = vars(module)
-    if "typer" in names:
-        program = typer.Typer()
-        program.command()(names["main"])
-        understood(arguments, program)
-    elif "argparse" in names:
-        parse = ArgumentParser.parse_args
-
-        def parse_only(parser: ArgumentParser) -> None:
-            parse(parser)
-            raise StopIteration
-
-        with (
-            patch.object(sys, "argv", [module_name, *arguments]),
-            patch.object(ArgumentParser, "parse_args", parse_only),
-            pytest.raises(StopIteration),
-        ):
-            names["main"]()
-    else:
-        assert callable(names["main"])
-        assert not arguments
-
-
-def pip_understands(arguments: list[str]) -> None:
-    """Extras of this package that are installed must be there."""
-    known = set(metadata.metadata("dspine-mlx").get_all("Provides-Extra") or [])
-    for argument in arguments:
-        if re.match(r"(dspine-mlx|\.)(\[|$)", argument):
-            wanted = Requirement(re.sub(r"^\.", "dspine-mlx", argument))
-            assert wanted.extras <= known, f"{argument}: there are {sorted(known)}"
-
-
-def ours(words: list[str]) -> list[str] | None:
-    """The arguments, if the words call dspine-mlx."""
-    return words[1:] if Path(words[0]).name == "dspine-mlx" else None
-
-
-def parse_words(words: list[str]) -> bool:
-    """Check a command's options; whether it is a command that is known here."""
-    if (arguments := ours(words)) is not None:
-        understood(arguments)
-    elif Path(words[0]).name == "python" and words[1] == "-m" and "." in words[2]:
-        script_understands(words[2], words[3:])
-    elif Path(words[0]).name == "pip":
-        pip_understands(words[1:])
-    else:
-        return False
-    return True
 
 
 # ---- what must come out
@@ -290,7 +179,7 @@ def check_python(names: dict[str, Any], printed: str) -> None:
     assert names["drafted"] == names["plain"]
     assert "tokens a round" in printed
     assert "there is no folder no/such/folder" in printed
-    text, tokens = "", list[int]()
+    tokens = list[int]()
     for turn, name in ((prompt, "first"), (names["more"], "second"), (names["more"], "third")):
         tokens += turn
         out = list(mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=16))
@@ -454,10 +343,9 @@ OTHERS = {"python", "python3", "pre-commit", "curl", "git", "launchctl", "sudo"}
 @pytest.mark.parametrize("block", MARKED, ids=str)
 def test_what_can_not_run_here_is_understood(block: Block) -> None:
     if block.language == "python":
-        imports = [
-            n for n in ast.parse(block.text).body if isinstance(n, ast.Import | ast.ImportFrom)
-        ]
-        exec(compile(ast.Module(imports, []), str(block), "exec"), {})
+        body = ast.parse(block.text).body
+        imports = [line for line in body if isinstance(line, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module([*imports], []), str(block), "exec"), {})
         return
     for words in commands(block):
         assert parse_words(words) or Path(words[0]).name in OTHERS, words

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import dropwhile, groupby
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -23,6 +23,7 @@ PLACEHOLDERS = {  # names in the documentation, and what they stand for in tests
     "OWNER/DRAFTER": str(DEMO / "drafter"),
     "DRAFTER": str(DEMO / "drafter"),
 }
+COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*")|(?<!\S)#.*""")  # quoted texts are kept
 QUESTIONS = [
     f"{name} has {n} {things}. His sister has {n - 3} fewer {things} than he has. "
     f"How many {things} do they have together?"
@@ -91,12 +92,13 @@ def line_of(token: Token) -> int:
 
 def commands(block: Block) -> list[list[str]]:
     """The words of each command, placeholders filled in; comments and set variables left out."""
-    text = re.sub(r"(?m)(^|\s)#.*$", "", block.text.replace("\\\n", " "))
+    text = COMMENT.sub(r"\1", block.text.replace("\\\n", " "))
     lexer = shlex.shlex(text, posix=True, punctuation_chars="&|;\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     parts = groupby(lexer, lambda word: bool(re.fullmatch(r"[&|;\n]+", word)))
     found = [[filled(word) for word in words] for separates, words in parts if not separates]
-    return [words[sum(1 for w in words if re.match(r"[A-Z_]+=", w)) :] for words in found]
+    called = (list(dropwhile(re.compile(r"[A-Z_]+=").match, words)) for words in found)
+    return [words for words in called if words]
 
 
 def filled(text: str) -> str:

@@ -358,5 +358,7 @@ def test_a_renamed_option_would_be_noticed() -> None:
         understood(["serve", "--model", "a", "--drafter", "b"])
     with pytest.raises(SystemExit):
         script_understands("tests.bench.simulate", ["--traces", "x"])
+    with pytest.raises(Exception, match="No such option: --text"):
+        script_understands("tests.bench.pictures", ["reliability", "x.png", "--text", "3"])
     with pytest.raises(AssertionError, match="nosuch"):
         pip_understands(["-e", ".[cpu,nosuch]"])

@@ -3,7 +3,7 @@
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -82,9 +82,7 @@ def script_understands(module_name: str, arguments: list[str]) -> None:
     module = import_module(module_name)
     names = vars(module)
     if "typer" in names:
-        program = typer.Typer()
-        program.command()(names["main"])
-        understood(arguments, program)
+        understood(arguments, names["app"] if "app" in names else one_command(names["main"]))
     elif "argparse" in names:
         parse = ArgumentParser.parse_args
 
@@ -101,6 +99,12 @@ def script_understands(module_name: str, arguments: list[str]) -> None:
     else:
         assert callable(names["main"])
         assert not arguments
+
+
+def one_command(main: Callable[..., None]) -> typer.Typer:
+    program = typer.Typer()
+    program.command()(main)
+    return program
 
 
 def pip_understands(arguments: list[str]) -> None:

@@ -5,7 +5,7 @@
 
 reliability: survivals as the shipped calibration predicts them against what stood, in full-width
 rounds on questions that neither drafter nor calibration has seen (pip install --no-deps
-reasoning-gym). costs: what steps cost on this machine, measured now, and what every fixed length
+reasoning-gym). costs: what steps cost here in float32, measured now, and what every fixed length
 would gain with them over plain decoding on the texts of demo_trace.npz. On Linux preload a fast
 BLAS: LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 OPENBLAS_NUM_THREADS=2
 """
@@ -18,8 +18,9 @@ import numpy as np
 import typer
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
-from dspine_mlx import load
+from dspine_mlx import load, load_drafter
 from dspine_mlx.calibration import (
     BINS,
     SHIPPED,
@@ -97,14 +98,16 @@ def recorded(sampler: Sampler, texts: int) -> tuple[Rounds, Calibration]:
 @app.command()
 def costs(path: Picture) -> None:
     new(path)
-    _, _, drafter = load()
-    assert drafter is not None
-    curve = measure(drafter)
+    model, _, _ = load()
+    model.set_dtype(mx.float32)  # CPUs have no fast half precision
+    curve = measure(load_drafter(DEMO / "drafter", model))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
     draw_steps(left, curve)
     draw_gains(right, curve)
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=80)
 
 
 def draw_steps(axes: Axes, curve: Curve) -> None:

@@ -26,10 +26,14 @@ def convert(
         typer.Option("--quantize", "-q", help="Pack the large matrices.", rich_help_panel=STORE),
     ] = False,
     q_group_size: Annotated[
-        int | None, typer.Option(help="Group size.", rich_help_panel=STORE)
+        int | None,
+        typer.Option(
+            help="Weights that share a scale; default: the mode's.", rich_help_panel=STORE
+        ),
     ] = None,
     q_bits: Annotated[
-        int | None, typer.Option(help="Bits per weight.", rich_help_panel=STORE)
+        int | None,
+        typer.Option(help="Bits per weight; default: the mode's.", rich_help_panel=STORE),
     ] = None,
     q_mode: Annotated[
         str, typer.Option(help="affine, mxfp4, nvfp4 or mxfp8.", rich_help_panel=STORE)
@@ -58,7 +62,8 @@ def convert(
         ),
     ] = False,
     upload_repo: Annotated[
-        str | None, typer.Option(help="Hub repository to upload to.", rich_help_panel=STORE)
+        str | None,
+        typer.Option(help="Also upload the result to this Hub repository.", rich_help_panel=STORE),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(help="Revision on the Hub.", rich_help_panel=SOURCE)
@@ -73,7 +78,9 @@ def convert(
     ] = None,
     codes: Annotated[
         Path | None,
-        typer.Option(help="File with DSpine's codes, if apart.", rich_help_panel=SOURCE),
+        typer.Option(
+            help="File with DSpine's codes, if the checkpoint has none.", rich_help_panel=SOURCE
+        ),
     ] = None,
     dequantize_head: Annotated[
         bool,

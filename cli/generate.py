@@ -35,7 +35,10 @@ def generate(
     ] = None,
     draft_model: Annotated[
         str | None,
-        typer.Option(help="Drafter: a folder or Hub id.", rich_help_panel=PAIR),
+        typer.Option(
+            help="Drafter: a folder or Hub id of a DSpine, DSpark or DFlash checkpoint.",
+            rich_help_panel=PAIR,
+        ),
     ] = None,
     adapter_path: Annotated[
         str | None, typer.Option(help="Adapter weights for the target.", rich_help_panel=PAIR)
@@ -70,7 +73,7 @@ def generate(
         bool,
         typer.Option(
             "--explain",
-            help="Print, per round, survivals, costs and the length chosen.",
+            help="Print a line for every round: chances, costs, the length chosen.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -98,32 +101,57 @@ def generate(
     temp: Annotated[
         float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=SAMPLING)
     ] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass.", rich_help_panel=SAMPLING)] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Keep the likeliest tokens up to this mass; 1: all.", rich_help_panel=SAMPLING
+        ),
+    ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Least share of the top probability.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            help="Drop tokens below this share of the top one's probability; 0: none.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.0,
     min_tokens_to_keep: Annotated[
         int, typer.Option(help="Tokens min-p keeps at least.", rich_help_panel=SAMPLING)
     ] = 1,
-    top_k: Annotated[int, typer.Option(help="Tokens kept; 0: all.", rich_help_panel=SAMPLING)] = 0,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            help="Keep this many of the likeliest tokens; 0: all.", rich_help_panel=SAMPLING
+        ),
+    ] = 0,
     xtc_probability: Annotated[
-        float, typer.Option(help="Chance of XTC per token.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            help="Chance, per token, that XTC leaves out the top choices.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.0,
     xtc_threshold: Annotated[
-        float, typer.Option(help="XTC's threshold.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            help="Probability from which a token is a top choice for XTC.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.1,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Seed. The text is the one that mlx_lm.generate gives with it.",
+            help="Seed of the draws; the text is mlx_lm.generate's with the same seed.",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
     max_kv_size: Annotated[
-        int | None, typer.Option(help="Rotating cache of this size.", rich_help_panel=CACHE)
+        int | None,
+        typer.Option(
+            help="Keep this many positions only: the first 4 and the newest.", rich_help_panel=CACHE
+        ),
     ] = None,
     kv_bits: Annotated[
-        int | None, typer.Option(help="Bits of a quantised cache.", rich_help_panel=CACHE)
+        int | None, typer.Option(help="Quantise the cache to so many bits.", rich_help_panel=CACHE)
     ] = None,
     kv_group_size: Annotated[
         int, typer.Option(help="Group size of a quantised cache.", rich_help_panel=CACHE)
@@ -132,7 +160,7 @@ def generate(
         int, typer.Option(help="Position to quantise the cache from.", rich_help_panel=CACHE)
     ] = 5000,
     prefill_step_size: Annotated[
-        int, typer.Option(help="Prompt tokens a chunk.", rich_help_panel=CACHE)
+        int, typer.Option(help="Prompt tokens in one forward.", rich_help_panel=CACHE)
     ] = 2048,
     show_accepted: Annotated[
         bool,

@@ -6,7 +6,7 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # how to 
 
 
 def serve(context: typer.Context) -> None:
-    """Serve a model with a drafter: mlx_lm.server's endpoints and flags, and some of our own."""
+    """Serve a model with a drafter over HTTP: mlx_lm.server, its flags, and some more."""
     from dspine_mlx.server import main
 
     main(context.args)

@@ -1,0 +1,144 @@
+"""The pictures of docs/verify-length.md, of the pair that ships.
+
+    python -m tests.bench.pictures reliability docs/images/reliability.png
+    python -m tests.bench.pictures costs docs/images/costs.png
+
+reliability: survivals as the shipped calibration predicts them against what stood, in full-width
+rounds on questions that neither drafter nor calibration has seen (pip install --no-deps
+reasoning-gym). costs: what steps cost here in float32, measured now, and what every fixed length
+would gain with them over plain decoding on the texts of demo_trace.npz. On Linux preload a fast
+BLAS: LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 OPENBLAS_NUM_THREADS=2
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import mlx.core as mx
+import numpy as np
+import typer
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from dspine_mlx import load, load_drafter
+from dspine_mlx.calibration import (
+    BINS,
+    SHIPPED,
+    Calibration,
+    load_calibrations,
+    mode_of,
+    sigmoid,
+    survival_errors,
+    uncalibrated,
+)
+from dspine_mlx.costs import Curve, measure
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO
+from dspine_mlx.rounds import Rounds, record, sum_of
+from dspine_mlx.sampling import Sampler
+from recipes.demo import HELD_OUT_SEED
+from recipes.word_problems import questions
+
+TRACE = Path(__file__).parent / "demo_trace.npz"
+app = typer.Typer(help=__doc__)
+Picture = Annotated[Path, typer.Argument(help="PNG to write.")]
+
+
+def new(path: Path) -> Path:
+    if path.exists():
+        raise InputError(f"{path} exists; remove it or name a new file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@app.command()
+def reliability(
+    path: Picture, texts: Annotated[int, typer.Option(help="Questions a mode.")] = 85
+) -> None:
+    new(path)
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 4))
+    for axes, temperature in zip(panels, (0.0, 1.0), strict=True):
+        draw_reliability(axes, Sampler(temp=temperature), texts)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def draw_reliability(axes: Axes, sampler: Sampler, texts: int) -> None:
+    """How often prefixes stood against how often they were said to, without and with the shipped
+    calibration, in 15 bins; the size of a point is that of its bin."""
+    rounds, calibration = recorded(sampler, texts)
+    slots = rounds.evidence.shape[1]
+    stood = (rounds.accepted[:, None] > np.arange(slots)).ravel()
+    name = "greedy" if sampler.temp == 0 else f"temperature {sampler.temp:g}"
+    axes.plot([0, 1], [0, 1], color="0.7")
+    for label, one in (("as the drafter says", uncalibrated(slots)), ("calibrated", calibration)):
+        survival = np.cumprod(sigmoid(one.log_odds(rounds.evidence)), axis=1).ravel()
+        bins = np.minimum((survival * BINS).astype(int), BINS - 1)
+        used, counts = np.unique(bins, return_counts=True)
+        said, true = ([x[bins == b].mean() for b in used] for x in (survival, stood))
+        axes.scatter(said, true, s=300 * counts / counts.sum() + 8, label=label, alpha=0.8)
+        error = survival_errors(one, rounds.evidence, rounds.accepted).mean()
+        print(f"{name}, {label}: mean error {error:.1%} over {len(rounds.accepted)} rounds")
+    axes.set(title=name, xlabel="predicted to stand", ylabel="stood")
+    axes.legend()
+
+
+def recorded(sampler: Sampler, texts: int) -> tuple[Rounds, Calibration]:
+    """Full-width rounds on held-out questions, and the shipped calibration for them."""
+    model, tokenizer, drafter = load()
+    assert drafter is not None
+    shipped = load_calibrations(drafter, DEMO / "drafter" / SHIPPED)
+    mx.random.seed(0)
+    chats = ([{"role": "user", "content": q}] for q in questions(texts, HELD_OUT_SEED))
+    prompts = (tokenizer.apply_chat_template(c, add_generation_prompt=True) for c in chats)
+    rounds = sum_of(record(model, tokenizer, drafter, p, sampler, 128) for p in prompts)
+    return rounds, shipped[mode_of(sampler)]
+
+
+@app.command()
+def costs(path: Picture) -> None:
+    new(path)
+    model, _, _ = load()
+    model.set_dtype(mx.float32)  # CPUs have no fast half precision
+    curve = measure(load_drafter(DEMO / "drafter", model))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    draw_steps(left, curve)
+    draw_gains(right, curve)
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def draw_steps(axes: Axes, curve: Curve) -> None:
+    rows = np.arange(1, len(curve.verify[0]) + 1)
+    for depth, verify in zip(curve.depths, curve.verify, strict=True):
+        axes.plot(rows, 1e3 * np.array(verify), marker=".", label=f"verify, {depth} tokens deep")
+    plain, draft = 1e3 * curve.plain[0], 1e3 * curve.draft[0]
+    axes.plot(rows, plain * rows, color="0.6", linestyle="--", label="plain decoding of as many")
+    axes.axhline(draft, color="0.3", linestyle=":", label="one draft")
+    axes.set(xlabel="rows of the forward", ylabel="ms")
+    axes.set_ylim(0, 1.3 * max(draft, 1e3 * curve.verify[1][-1]))
+    axes.legend(fontsize="small")
+    print(f"plain {plain:.2f} ms, draft {draft:.2f} ms")
+    print("verify, ms:", " ".join(f"{1e3 * s:.2f}" for s in curve.verify[0]))
+
+
+def draw_gains(axes: Axes, curve: Curve) -> None:
+    """(1 + a_1 + ... + a_l) plain / (draft + T(1 + l)), a_j the share of blocks with j right."""
+    stands = np.load(TRACE)["stands"]
+    lengths = np.arange(len(curve.verify[0]))
+    tokens = 1 + np.cumsum([0.0, *((stands >= j).mean() for j in lengths[1:])])
+    for depth in curve.depths:
+        plain, *verify, draft = curve.at(depth)
+        gains = tokens * plain / (draft + np.array(verify))
+        axes.plot(lengths, gains, marker=".", label=f"{depth} tokens deep")
+        best = int(gains.argmax())
+        print(f"at {depth}: best length {best}, {gains[best]:.2f} times plain decoding")
+    axes.axhline(1, color="0.6", linestyle="--", label="plain decoding")
+    axes.set(xlabel="drafted tokens verified", ylabel="speed over plain decoding", ylim=(0, None))
+    axes.legend(fontsize="small")
+
+
+if __name__ == "__main__":
+    app()

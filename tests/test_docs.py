@@ -127,6 +127,10 @@ def check_regenerate(call: Call) -> None:
     assert not any("They have many." in line for line in lines)
 
 
+def check_report(call: Call) -> None:
+    assert metadata.version("mlx-lm") in call.params["output"].read_text(encoding="utf-8")
+
+
 def check_eval(call: Call) -> None:
     assert "tokens a round" in call.stdout
 
@@ -138,6 +142,7 @@ CHECKS: dict[str, Callable[[Call], None]] = {
     "doctor": check_doctor,
     "generate": check_generate,
     "inspect": check_inspect,
+    "report": check_report,
     "train eval": check_eval,
     "train regenerate": check_regenerate,
     "train run": check_run,

@@ -7,6 +7,7 @@ the last line holds all of the rows at once, as without chunks.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +33,7 @@ def peak(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    settings = {"num_hidden_layers": 2, "transfer_rank": 64, "message_size": 32}
+    settings: dict[str, Any] = {"num_hidden_layers": 2, "transfer_rank": 64, "message_size": 32}
     settings |= {"block_size": PROPOSALS + 1, "target_layer_ids": [1, 2]}
     _, drafter = random_pair(SHAPE | {"vocab_size": VOCABULARY}, LAYERS, settings)
     rng = np.random.default_rng(0)

@@ -80,8 +80,8 @@ def interpreter(package: str, environments: Path) -> Path:
         venv.create(folder, with_pip=True, clear=True)
         backend = "mlx[cpu]" if sys.platform == "linux" else "mlx"
         same = [f"{backend}=={version('mlx')}", f"mlx-lm=={version('mlx-lm')}"]
-        command = [python, "-m", "pip", "install", "-q", REQUIREMENTS[package], *same]
-        subprocess.run(command, check=True)
+        install = [str(python), "-m", "pip", "install", "-q", REQUIREMENTS[package], *same]
+        subprocess.run(install, check=True)
         (folder / "installed").touch()
     return python
 
@@ -90,12 +90,13 @@ class Worker:
     """A way of decoding in its own process; a reply holds "error" if it failed."""
 
     def __init__(self, way: Way, target: Path, environments: Path):
-        command = [interpreter(way.package, environments), WORKER, way.package, "--target", target]
+        command: list[object] = [interpreter(way.package, environments), WORKER, way.package]
+        command += ["--target", target]
         command += ["--draft-model", way.draft_model] if way.draft_model else []
-        command += ["--length", str(way.length)] if way.length else []
+        command += ["--length", way.length] if way.length else []
         self.way = way
         self.process = subprocess.Popen(
-            command,
+            list(map(str, command)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -86,7 +86,11 @@ def checkpoint_config(drafter: DFlash, loss: LossConfig, dtype: mx.Dtype) -> dic
     nested = {k: flat.pop(k) for k in DFLASH_KEYS}
     if isinstance(drafter, DSpark):
         nested |= {"projector_type": "dspark"} | {k: vars(drafter.config)[k] for k in DSPARK_KEYS}
-    config: dict[str, Any] = {"architectures": [f"{method}DraftModel"], "model_type": "qwen3"}
+    config: dict[str, Any] = {
+        "architectures": [f"{method}DraftModel"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,  # it has none; some readers want the key
+    }
     if isinstance(drafter, DSpine):
         config["dspine_config"] = {k: flat.pop(k) for k in DSPINE_KEYS} | training_keys(loss)
     return config | flat | {"dflash_config": nested, "dtype": str(dtype).removeprefix("mlx.core.")}

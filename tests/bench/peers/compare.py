@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -94,7 +95,8 @@ class Worker:
         command += ["--target", target]
         command += ["--draft-model", way.draft_model] if way.draft_model else []
         command += ["--length", way.length] if way.length else []
-        self.way = way
+        self.way, self.scratch = way, TemporaryDirectory()
+        command += ["--scratch", self.scratch.name]
         self.process = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
@@ -123,6 +125,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+        self.scratch.cleanup()
 
 
 class Book:

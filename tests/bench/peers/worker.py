@@ -1,11 +1,12 @@
 """One way of decoding in one package, in that package's own environment; needs nothing of ours.
 
-    python worker.py WAY --target FOLDER [--draft-model FOLDER] [--length N]
+    python worker.py WAY --target FOLDER [--draft-model FOLDER] [--length N] [--scratch FOLDER]
 
 Reads requests {"prompt": [ids], "max_tokens": n}, one a line, and answers each with one line:
 {"tokens", "seconds", "rounds", "memory"}: the text without its end token, wall time of the whole
 call, target forwards after the prompt's (null if the package doesn't say), peak GB. The first line
-says {"version"} and {"folder"} of the package. Whatever goes wrong is one line {"error"}.
+says {"version"} and {"folder"} of the package. Whatever goes wrong is one line {"error"}. What a
+package measures of this machine goes to the scratch folder.
 """
 
 import argparse
@@ -14,9 +15,9 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 import mlx.core as mx
@@ -47,7 +48,10 @@ def plain(options: argparse.Namespace) -> tuple[Generate, EndTokens]:
 def dspine(options: argparse.Namespace) -> tuple[Generate, EndTokens]:
     """dspine_mlx.stream_generate; without a length, with its own choice of one."""
     import dspine_mlx
+    from dspine_mlx import costs
 
+    if options.scratch is not None:
+        costs.CACHE = options.scratch
     model, tokenizer, drafter = dspine_mlx.load(options.target, options.draft_model)
     length = options.length or "auto"
 
@@ -78,11 +82,10 @@ def mlx_dspark(options: argparse.Namespace) -> tuple[Generate, EndTokens]:
         drafter.bind(target.model)
     controller = None
     if not options.length:
-        repositories = {"target_repo": options.target, "drafter_repo": options.draft_model}
-        with tempfile.TemporaryDirectory() as cache:
-            controller = mlx_dspark.calibrate(
-                target, drafter, mode=mode, **repositories, cache_dir=cache
-            )
+        names = {"target_repo": options.target, "drafter_repo": options.draft_model}
+        controller = mlx_dspark.calibrate(
+            target, drafter, mode=mode, **names, cache_dir=options.scratch and str(options.scratch)
+        )
 
     def generate(prompt: list[int], n: int) -> Text:
         result = run(
@@ -159,8 +162,7 @@ WAYS = {
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        config: dict[str, Any] = json.load(file)
+    config: dict[str, Any] = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     return config
 
 
@@ -197,6 +199,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--target", required=True)
     result.add_argument("--draft-model")
     result.add_argument("--length", type=int)
+    result.add_argument("--scratch", type=Path)
     return result
 
 

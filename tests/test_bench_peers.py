@@ -18,7 +18,8 @@ from tests.tiny import random_prompt
 
 def run(way: str, prompt: int, round_: int, tokens: list[int], seconds: float) -> dict[str, Any]:
     place = {"way": way, "prompt": prompt, "round": round_}
-    return place | {"tokens": tokens, "seconds": seconds, "rounds": 2, "memory": seconds / 10}
+    took = {"tokens": tokens, "seconds": seconds, "cpu_seconds": 3.0, "rounds": 2}
+    return place | took | {"memory": seconds / 10}
 
 
 RECORDS = [
@@ -41,6 +42,7 @@ def test_a_row_compares_with_plain_decoding_of_the_same_prompt_and_round() -> No
     assert row["tokens_per_second"] == 4.0  # of 4, 4 and 2
     assert row["speedup"] == 2.0  # of 4, 2 and 1
     assert row["speedup_range"] == [1.0, 4.0]
+    assert row["cpu_speedup"] == 1.0
     assert row["tokens_per_round"] == 10 / 6
     assert (row["identical"], row["texts"]) == (2, 3)
     assert row["forks"] == [{"prompt": 1, "after": 1, "margin": 0.00123}]
@@ -62,7 +64,7 @@ def test_a_fork_is_after_the_last_shared_token(other: list[int], after: int) -> 
 def test_the_table_has_a_row_for_every_way_and_says_why_one_has_no_figures() -> None:
     lines = markdown([summary(RECORDS, way) for way in RECORDS[0]["ways"]]).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert {len(line) for line in cells} == {9}
+    assert {len(line) for line in cells} == {10}
     assert cells[3] == [
         "fast",
         "1.2",
@@ -153,6 +155,7 @@ def test_workers_answer_with_the_text_and_what_it_took() -> None:
         assert (Path(facts["folder"]) / "__init__.py").exists()
         texts.append(reply["tokens"])
         assert reply["seconds"] > 0
+        assert reply["cpu_seconds"] > 0
         assert reply["memory"] > 5e-3  # float16 weights of 2.8M parameters
         assert reply["rounds"] <= len(reply["tokens"]) + 1
     assert texts[0] == texts[1]

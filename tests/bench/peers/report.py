@@ -3,9 +3,10 @@
     python -m tests.bench.peers.report runs/peers/demo.jsonl [--json FILE]
 
 Speeds are medians over prompts and rounds, of whole texts with their prompts; the ratio is to
-mlx_lm.stream_generate on the same prompt in the same round. A text is the same if its tokens are
-plain decoding's. Where one is not, the fork is the number of tokens before, and the margin how far
-the target prefers its own token there, in nats: what rounding decides is near 0.
+mlx_lm.stream_generate on the same prompt in the same round. CPU time counts what runs in parallel
+twice, but other load does not change it. A text is the same if its tokens are plain decoding's.
+Where one is not, the fork is the number of tokens before, and the margin how far the target prefers
+its own token there, in nats: what rounding decides is near 0.
 """
 
 import json
@@ -49,14 +50,22 @@ def summary(records: list[Record], way: str) -> Record:
     if errors:
         return row | {"error": errors[-1]}
     plain, own = runs(records, PLAIN), runs(records, way)
+    if not own:
+        return row | {"error": "not measured yet"}
     speeds = {key: len(r["tokens"]) / r["seconds"] for key, r in own.items()}
     base = {key: len(plain[key]["tokens"]) / plain[key]["seconds"] for key in own}
     ratios = sorted(speeds[key] / base[key] for key in own)
+    cpu = [
+        (plain[key]["cpu_seconds"] / r["cpu_seconds"])
+        * (len(r["tokens"]) / len(plain[key]["tokens"]))
+        for key, r in own.items()
+    ]
     margins = {(r["way"], r["prompt"]): r["margin"] for r in records if "margin" in r}
     return row | {
         "tokens_per_second": median(speeds.values()),
         "speedup": median(ratios),
         "speedup_range": [ratios[0], ratios[-1]],
+        "cpu_speedup": median(cpu),
         "tokens_per_round": sum(len(r["tokens"]) for r in own.values())
         / sum(r["rounds"] for r in own.values()),
         "texts": len(own),
@@ -70,18 +79,20 @@ def summary(records: list[Record], way: str) -> Record:
 
 
 def markdown(rows: list[Record]) -> str:
-    names = ("", "version", "tokens/s", "x plain", "a round", "same text", "first fork (margin)")
-    lines = [(*names, "peak GB", "code lines"), ("---", *["---:"] * 8)]
+    names = ("", "version", "tokens/s", "x plain", "x plain, CPU time", "a round", "same text")
+    more = ("first fork (margin)", "peak GB", "code lines")
+    lines = [(*names, *more), ("---", *["---:"] * 9)]
     for row in rows:
         known = (row["way"], row["version"] or "", str(row["code_lines"] or ""))
         if "error" in row:
-            lines.append((*known[:2], "", "", "", "", row["error"][:120], "", known[2]))
+            lines.append((*known[:2], *[""] * 5, row["error"][:120], "", known[2]))
             continue
         lines.append(
             (
                 *known[:2],
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['speedup']:.2f}",
+                f"{row['cpu_speedup']:.2f}",
                 f"{row['tokens_per_round']:.2f}",
                 f"{row['identical']}/{row['texts']}",
                 fork_text(row["forks"]),

@@ -3,10 +3,10 @@
     python worker.py WAY --target FOLDER [--draft-model FOLDER] [--length N] [--scratch FOLDER]
 
 Reads requests {"prompt": [ids], "max_tokens": n}, one a line, and answers each with one line:
-{"tokens", "seconds", "rounds", "memory"}: the text without its end token, wall time of the whole
-call, target forwards after the prompt's (null if the package doesn't say), peak GB. The first line
-says {"version"} and {"folder"} of the package. Whatever goes wrong is one line {"error"}. What a
-package measures of this machine goes to the scratch folder.
+{"tokens", "seconds", "cpu_seconds", "rounds", "memory"}: the text without its end token, wall and
+CPU time of the whole call, target forwards after the prompt's, peak GB. The first line says
+{"version"} and {"folder"} of the package. Whatever goes wrong is one line {"error"}. What a package
+measures of this machine goes to the scratch folder.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import mlx.core as mx
 
-Text = tuple[list[int], int | None]  # tokens, rounds
+Text = tuple[list[int], int]  # tokens, rounds
 Generate = Callable[[list[int], int], Text]
 EndTokens = set[int]
 
@@ -168,14 +168,15 @@ def read_config(folder: str) -> dict[str, Any]:
 
 def answer(generate: Generate, end: EndTokens, prompt: list[int], n: int) -> dict[str, Any]:
     mx.reset_peak_memory()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     tokens, rounds = generate(prompt, n)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     if tokens and tokens[-1] in end:
         tokens = tokens[:-1]
     return {
         "tokens": tokens,
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "rounds": rounds,
         "memory": mx.get_peak_memory() / 1e9,
     }

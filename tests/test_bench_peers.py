@@ -70,6 +70,7 @@ def test_the_table_has_a_row_for_every_way_and_says_why_one_has_no_figures() -> 
         "1.2",
         "4.0",
         "2.00",
+        "1.00",
         "1.67",
         "2/3",
         "after 1 (0.0012)",

@@ -193,9 +193,11 @@ def main(
     limit: Annotated[int, typer.Option(help="Prompts to use.")] = 10,
     max_tokens: Annotated[int, typer.Option(help="Tokens a text.")] = 128,
     rounds: Annotated[int, typer.Option(help="Times that every text is made.")] = 3,
+    own_length: Annotated[bool, typer.Option(help="Also where packages choose a length.")] = True,
     environments: Annotated[Path, typer.Option(help="Where peers are.")] = Path("runs/peers"),
 ) -> None:
-    ways = list(ways_for(drafter, draft_lm))
+    every = ways_for(drafter, draft_lm)
+    ways = [w for w in every if own_length or w.length or w.draft_model is None]
     model, tokenizer, drafter_ = load(target, drafter[0])
     assert drafter_ is not None
     chats = load_suite(prompts, limit, typer.echo)

@@ -182,6 +182,23 @@ def test_both_layouts_hold_the_same_drafter(tmp_path: Path, target: Path, data: 
     assert equal(dict(tree_flatten(a.parameters())), dict(tree_flatten(b.parameters())))
 
 
+def test_a_dspark_says_what_it_is_where_specforge_does(
+    tmp_path: Path, target: Path, data: Path
+) -> None:
+    assert start(tmp_path / "run", target, data, "--export", "hf", method="dspark").exit_code == 0
+    config = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())
+    assert config["dflash_config"] == {
+        "mask_token_id": 3,
+        "target_layer_ids": [0, 2],
+        "projector_type": "dspark",
+        "markov_rank": 4,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    assert config["markov_rank"] == 4
+
+
 def test_warm_start_takes_the_backbone_of_a_dflash(
     tmp_path: Path, target: Path, data: Path
 ) -> None:

@@ -11,12 +11,19 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dspine_mlx.dflash import DFlash
+from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import GATES, DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.config import LossConfig
 
 DSPINE_KEYS = ("transfer_rank", "message_size", "top_k")
 DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
+DSPARK_KEYS = (  # stated twice: SpecForge nests them, other readers look at the top level
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 STATED = {"is_causal", "rms_norm_eps", "rope_theta", "max_position_embeddings", *DSPINE_KEYS}
 
 
@@ -77,7 +84,13 @@ def checkpoint_config(drafter: DFlash, loss: LossConfig, dtype: mx.Dtype) -> dic
     }
     method = type(drafter).__name__
     nested = {k: flat.pop(k) for k in DFLASH_KEYS}
-    config: dict[str, Any] = {"architectures": [f"{method}DraftModel"], "model_type": "qwen3"}
+    if isinstance(drafter, DSpark):
+        nested |= {"projector_type": "dspark"} | {k: vars(drafter.config)[k] for k in DSPARK_KEYS}
+    config: dict[str, Any] = {
+        "architectures": [f"{method}DraftModel"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,  # it has none; some readers want the key
+    }
     if isinstance(drafter, DSpine):
         config["dspine_config"] = {k: flat.pop(k) for k in DSPINE_KEYS} | training_keys(loss)
     return config | flat | {"dflash_config": nested, "dtype": str(dtype).removeprefix("mlx.core.")}

@@ -60,6 +60,10 @@ class KVQuantization:
         return self.start - position
 
 
+def always() -> bool:
+    return True
+
+
 class DraftContext:
     """The drafter's side of a text: its caches, and features of the text it has not taken in.
 
@@ -69,7 +73,7 @@ class DraftContext:
 
     def __init__(self, drafter: DFlash, cache: list[KVCache]):
         self.drafter, self.cache = drafter, cache
-        self.wanted: Callable[[], bool] = lambda: True
+        self.wanted: Callable[[], bool] = always
         self.backlog: list[mx.array] = []
         self.waiting = 0  # rows of the backlog
         self.begin()
@@ -349,6 +353,7 @@ class Decoder:
             self.rows, self.pending = 1, None
             self.commit()
         self.context.catch_up()
+        self.context.wanted = always  # it holds this decoder: no cycle may keep the caches alive
         mx.async_eval([c.state for c in self.prompt_cache])
 
 

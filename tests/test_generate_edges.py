@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scipy import stats
 
 import dspine_mlx
+from dspine_mlx.decoder import OWNERS
 from dspine_mlx.dflash import Proposal
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
@@ -177,6 +178,26 @@ def test_kept_responses_keep_their_own_row_only(
     gc.collect()
     held = mx.get_active_memory() - before
     assert held < 3 * len(kept) * 2048 * 4  # a block's rows would be 16 times as much
+
+
+@pytest.mark.parametrize("verify_length", [0, 4, "auto"])
+def test_caches_go_with_their_text(
+    verify_length: int | str, model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    """At once, whole text or half: no cycle of references keeps them until a collection."""
+    drafter = tiny_dflash(model)
+    options: dict[str, Any] = {"max_tokens": 30, "verify_length": verify_length}
+    gc.collect()
+    gc.disable()
+    try:
+        for stop in (30, 5):
+            responses = dspine_mlx.stream_generate(model, tokenizer, [5, 6], drafter, **options)
+            for _ in range(stop):
+                next(responses)
+            responses.close()
+            assert not OWNERS
+    finally:
+        gc.enable()
 
 
 def test_plain_decoding_does_not_pile_up_features(

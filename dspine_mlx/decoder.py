@@ -130,7 +130,7 @@ class Decoder:
     sampler: SamplerFunction = greedy_sampler
     processors: list[LogitsProcessor] = field(default_factory=list)
     kv: KVQuantization = field(default_factory=KVQuantization)
-    stop: frozenset[int] = frozenset()
+    stop: frozenset[int | None] = frozenset()  # None: of a tokenizer without an end
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
 
@@ -142,7 +142,7 @@ class Decoder:
         self.context = DraftContext(self.drafter, self.prompt_cache[-layers:])
         self.rollback = Rollback(self.cache, self.drafter.target.model)
         self.none = self.drafter.no_features()
-        self.stop_ids = mx.array(sorted(self.stop), mx.uint32)
+        self.stop_ids = mx.array(sorted(t for t in self.stop if t is not None), mx.int64)
         self.history = mx.array([], mx.uint32)  # tokens fed so far, for processors and filter
         self.pending: mx.array | None = None
         self.settled = False

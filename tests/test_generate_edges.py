@@ -226,6 +226,20 @@ def test_a_drafted_stop_token_counts_as_what_it_is(
     assert last.statistics.accepted_histogram == {2: 1}
 
 
+@pytest.mark.parametrize("ends", [{-1}, {None}])
+def test_a_tokenizer_without_an_end(
+    ends: set, model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    prompt = random_prompt(13, seed=8)
+    endless = TokenizerWrapper(tokenizer._tokenizer)
+    endless.eos_token_ids = ends
+    plain = plain_steps(model, endless, prompt, max_tokens=20)
+    drafter = scripted(model, prompt + [token for token, _ in plain], "right")
+    options: dict[str, Any] = {"max_tokens": 20, "verify_length": 7}
+    ours = dspine_mlx.stream_generate(model, endless, prompt, drafter, **options)
+    assert [r.token for r in ours] == [token for token, _ in plain]
+
+
 @pytest.mark.parametrize("settings", [{"temp": 1.3}, {"top_p": 0.85}])
 def test_law_of_sampled_text(settings: dict[str, Any], tokenizer: TokenizerWrapper) -> None:
     """400 texts of two tokens, sampled drafts and all, against the law of the target (chi-square

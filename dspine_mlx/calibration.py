@@ -209,8 +209,9 @@ def calibration_path(drafter: DFlash) -> Path:
 
 
 def save_calibrations(path: Path, drafter: DFlash, modes: dict[str, Calibration]) -> None:
-    data = {"key": calibration_key(drafter), "modes": {m: asdict(c) for m, c in modes.items()}}
-    write_json(path, data)
+    fitted = {mode: asdict(calibration) for mode, calibration in modes.items()}
+    key, pair = calibration_key(drafter), costs.describe(drafter)
+    write_json(path, {"key": key, "pair": pair, "modes": fitted})
 
 
 def load_calibrations(drafter: DFlash, path: Path | None = None) -> dict[str, Calibration]:

@@ -31,7 +31,6 @@ class OnFile:
 
 @dataclass(frozen=True)
 class CostsOnFile(OnFile):
-    models: tuple[str, str] = ("", "")  # digests of target and drafter
     device: str = ""
     mlx: str = ""
     curve: Curve | None = None
@@ -46,29 +45,25 @@ def costs_on_file() -> Iterator[CostsOnFile]:
     for path in files("costs"):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            models = models_of(data)
-            pair = str(data.get("pair") or in_digests(models))  # older files have no words
+            pair = words(data)
             curve = Curve.from_dict(data["curve"])
             device, version = str(data["key"]["device"]), str(data["key"]["mlx"])
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             yield CostsOnFile(path.name, age(path), "unknown pair", unreadable(error))
             continue
         problem = foreign(device, version) or disturbed(curve)
-        yield CostsOnFile(path.name, age(path), pair, problem, models, device, version, curve)
+        yield CostsOnFile(path.name, age(path), pair, problem, device, version, curve)
 
 
 def calibrations_on_file() -> Iterator[CalibrationsOnFile]:
-    """A calibration's pair is known in words if its costs are on file too."""
-    known = {entry.models: entry.pair for entry in costs_on_file()}
     for path in files("calibration"):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            models = models_of(data)
+            pair = words(data)
             modes = {str(mode): from_dict(value) for mode, value in data["modes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             yield CalibrationsOnFile(path.name, age(path), "unknown pair", unreadable(error))
             continue
-        pair = known.get(models, in_digests(models))
         yield CalibrationsOnFile(path.name, age(path), pair, doubtful(modes), modes)
 
 
@@ -80,12 +75,10 @@ def age(path: Path) -> float:
     return max(0.0, time.time() - path.stat().st_mtime) / DAY
 
 
-def models_of(data: dict[str, Any]) -> tuple[str, str]:
-    return str(data["key"]["target"]), str(data["key"]["drafter"])
-
-
-def in_digests(models: tuple[str, str]) -> str:
-    return f"target {models[0]} with drafter {models[1]}"
+def words(data: dict[str, Any]) -> str:
+    """The pair that a file is of; older files have its digests only."""
+    digests = f"target {data['key']['target']} with drafter {data['key']['drafter']}"
+    return str(data.get("pair") or digests)
 
 
 def unreadable(error: Exception) -> str:

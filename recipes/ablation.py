@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import mlx.core as mx
+import numpy as np
 import typer
 from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -195,22 +196,43 @@ def results(folder: Path) -> list[dict[str, Any]]:
 def write_table(folder: Path, names: list[str]) -> None:
     """folder/table.md from the results that are there."""
     lines = [
-        "| | seeds | greedy | T = 1 | prompt lookup: greedy, T = 1 | CPU-minutes a run |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | seeds | greedy | T = 1 | greedy, against DSpine | prompt lookup: greedy, T = 1 | "
+        "CPU-minutes a run |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    records = results(folder)
     for name in names:
-        rows = [r for r in results(folder) if r["name"] == name]
+        rows = [r for r in records if r["name"] == name]
         if not rows:
             continue
         cells = []
         for kind in TEMPERATURES:
             texts = [Decoded([], [], *pair) for row in rows for pair in row[kind]]
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*acceptance(texts)))
+        cells.append(against(rows, [r for r in records if r["name"] == "DSpine"]))
         lookup = ", ".join(f"{rows[0][f'{kind}_lookup']:.2f}" for kind in TEMPERATURES)
         minutes = sum(r["processor_seconds"] for r in rows) / len(rows) / 60
         row = [name, str(len(rows)), *cells, lookup, f"{minutes:.1f}"]
         lines.append(f"| {' | '.join(row)} |")
     (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def against(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """The greedy acceptance length relative to the others', over the seeds that both have, and its
+    95 % interval from a bootstrap over prompts, the same ones for both."""
+    seeds = sorted({r["seed"] for r in rows} & {r["seed"] for r in others})
+    if not seeds or rows[0]["name"] == others[0]["name"]:
+        return ""
+    counts = np.array(  # [2, seeds, prompts, accepted and rounds]
+        [[r["greedy"] for s in seeds for r in part if r["seed"] == s] for part in (rows, others)]
+    )
+    prompts = counts.shape[2]
+    picks = np.random.default_rng(0).integers(0, prompts, (2000, prompts))
+    sums = counts[:, :, np.concatenate([[np.arange(prompts)], picks])].sum(axis=(1, 3))
+    lengths = 1 + sums[..., 0] / sums[..., 1]
+    change = 100 * (lengths[0] / lengths[1] - 1)
+    low, high = np.quantile(change[1:], (0.025, 0.975))
+    return f"{change[0]:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""The ablation's table, from results by prompt."""
+
+import json
+from pathlib import Path
+
+from recipes.ablation import TABLE, against, write_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def record(name: str, seed: int, pairs: list[list[int]]) -> dict:
+    counts = {"greedy": pairs, "sampled": pairs, "greedy_lookup": 1.5, "sampled_lookup": 1.25}
+    return {"name": name, "seed": seed, "processor_seconds": 90.0, **counts}
+
+
+def test_the_table_pools_seeds_and_pairs_prompts(tmp_path: Path) -> None:
+    """Tokens a round are 1 + accepted / rounds over all texts; twice DSpine's of the same seed."""
+    rows = [record("DSpine", 0, [[10, 10], [30, 10]]), record("DSpine", 1, [[20, 10], [20, 10]])]
+    rows.append(record("DFlash", 1, [[5, 10], [5, 10]]))
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_table(tmp_path, ["DFlash", "DSpark", "DSpine"])
+    _, _, dflash, dspine = (tmp_path / "table.md").read_text().splitlines()
+    cells = [cell.strip() for cell in dflash.strip("|").split("|")]
+    assert cells == ["DFlash", "1", *["1.50 (1.50 to 1.50)"] * 2] + [
+        "-50.0 % (-50.0 to -50.0)",
+        "1.50, 1.25",
+        "1.5",
+    ]
+    assert dspine.startswith("| DSpine | 2 | 3.00 (")
+
+
+def test_only_common_seeds_are_compared() -> None:
+    dspine = [record("DSpine", 0, [[10, 10]]), record("DSpine", 1, [[30, 10]])]
+    assert against([record("DSpark", 1, [[10, 10]])], dspine) == "-50.0 % (-50.0 to -50.0)"
+    assert against([record("DSpark", 2, [[10, 10]])], dspine) == ""
+
+
+def test_the_page_has_the_table_of_the_results(tmp_path: Path) -> None:
+    home = ROOT / "recipes" / "results" / "demo"
+    (tmp_path / "results.jsonl").write_bytes((home / "results.jsonl").read_bytes())
+    write_table(tmp_path, TABLE)
+    table = (tmp_path / "table.md").read_text()
+    assert table == (home / "table.md").read_text()
+    assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

@@ -6,21 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.options import PAIR, TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 from dspine_mlx.errors import InputError
 
-PAIR, LOAD, MEASURE, OUTPUT = "Pair", "Load", "Measurement", "Output"
+LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
 
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Target: an MLX model folder or Hub id. Without it, the small pair that ships "
-            "with the package.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
+    model: TargetOption = None,
     draft_model: Annotated[
         str | None,
         typer.Option(

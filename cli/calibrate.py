@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.output import check_new, new_file
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    model: Annotated[
-        str | None, typer.Option(help="Target; without it, the pair that ships with the package.")
+    model: TargetOption = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Drafter: a folder or Hub id.", rich_help_panel=PAIR)
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Drafter.")] = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -63,9 +65,8 @@ def calibrate(
     from dspine_mlx.sampling import Sampler
     from dspine_mlx.suites import load_suite
 
-    for path in filter(None, (output, plot)):
-        if path.exists():
-            raise InputError(f"{path} exists; name a new file")
+    check_new(output)
+    check_new(plot)
     if plot is not None and not find_spec("matplotlib"):
         raise InputError("--plot needs matplotlib; install it with pip")
     temperatures = numbers(temps)
@@ -179,6 +180,5 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
         ax.set(title=mode, xlabel="predicted to stand", ylabel="stood")
         ax.legend()
     figure.tight_layout()
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, format="png")
-    part.rename(path)
+    with new_file(path) as part:
+        figure.savefig(part, format="png")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.options import PAIR, TargetOption
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,21 +19,14 @@ if TYPE_CHECKING:
 
     from dspine_mlx.response import GenerationResponse
 
-PAIR, SAMPLING, CACHE, OUTPUT = "Pair", "Sampling", "Cache", "Output"
+SAMPLING, CACHE, OUTPUT = "Sampling", "Cache", "Output"
 
 
 def generate(
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Target: an MLX model folder or Hub id. Without it, the small pair that ships "
-            "with the package.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
+    model: TargetOption = None,
     draft_model: Annotated[
         str | None,
         typer.Option(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dspine_mlx.cli.options import TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 
 
@@ -16,13 +17,7 @@ def report(
     bench: Annotated[
         bool, typer.Option("--bench", help="Also measure the pair's speed on two short prompts.")
     ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Target: an MLX model folder or Hub id. Without it, the small pair that ships "
-            "with the package."
-        ),
-    ] = None,
+    model: TargetOption = None,
     draft_model: Annotated[str | None, typer.Option(help="Drafter: a folder or Hub id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object only, no text.")] = False,
 ) -> None:

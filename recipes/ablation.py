@@ -102,6 +102,10 @@ def main(
     prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 85,
 ) -> None:
     sections, names = parse_settings(settings or []), only.split(";")
+    if sections["loss"]:
+        raise typer.BadParameter("losses belong to the variants; set train. or drafter. only")
+    if unknown := set(names) - VARIANTS.keys():
+        raise typer.BadParameter(f"there is no variant {unknown.pop()!r}: {'; '.join(VARIANTS)}")
     base = Run(
         model,
         data,

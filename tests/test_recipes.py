@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
-from recipes.ablation import TABLE, against, write_table
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from recipes.ablation import TABLE, against, main, write_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +37,19 @@ def test_only_common_seeds_are_compared() -> None:
     dspine = [record("DSpine", 0, [[10, 10]]), record("DSpine", 1, [[30, 10]])]
     assert against([record("DSpark", 1, [[10, 10]])], dspine) == "-50.0 % (-50.0 to -50.0)"
     assert against([record("DSpark", 2, [[10, 10]])], dspine) == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [("--set", "loss.ce_weight=1", "losses belong"), ("--only", "DSpin", "no variant 'DSpin'")],
+)
+def test_what_would_be_ignored_is_refused(option: str, value: str, reason: str) -> None:
+    files = ("runs", "--model", "none", "--data", "none", "--held-out", "none")
+    program = typer.Typer()
+    program.command()(main)
+    result = CliRunner().invoke(program, [*files, option, value])
+    assert result.exit_code == 2
+    assert reason in result.output
 
 
 def test_the_page_has_the_table_of_the_results(tmp_path: Path) -> None:

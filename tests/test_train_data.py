@@ -12,6 +12,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.train.batches import draw, draw_anchors, slot_weights
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Problems, Sequence, read_chats, read_sequences
+from dspine_mlx.train.run import split
 
 QUESTION, ANSWER = "How many are 2 and 3?", "2 + 3 = 5\n#### 5"
 TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -83,6 +84,17 @@ def test_an_answer_that_was_cut_has_no_end_to_learn(
     rows = [{"messages": TURNS, "finish_reason": reason} for reason in ("stop", "length")]
     whole, cut = read(write(tmp_path, *rows), tokenizer)
     assert whole.tokens.tolist() == [*cut.tokens.tolist(), tokenizer.eos_token_id]
+
+
+def test_no_turn_of_a_learnt_chat_is_held_out() -> None:
+    tokens = np.arange(4, dtype=np.int32)
+    turns = [Sequence(line, tokens, 1, turn) for line in range(10) for turn in (1, 3, 5)]
+    learnt, judged = split(turns)  # a tenth of 30 is the last chat
+    assert [s.line for s in judged] == [9] * 3
+    learnt, judged = split(turns[:28])  # the cut would fall between turns of chat 8
+    assert not {s.line for s in learnt} & {s.line for s in judged}
+    assert len(learnt) + len(judged) == 28
+    assert split(turns[:12] + [Sequence(9, tokens, 1, t) for t in range(20)])[1] == []
 
 
 def test_all_of_a_text_but_its_first_token_is_learnt(

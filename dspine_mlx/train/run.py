@@ -140,11 +140,7 @@ def build(run: Run, folder: Path, progress: Progress = lambda what, done, total:
     if run.held_out is not None:
         held_out = read(run.held_out)
     else:
-        count = min(HELD_OUT, len(sequences) // 10)
-        sequences, held_out = (
-            sequences[: len(sequences) - count],
-            sequences[len(sequences) - count :],
-        )
+        sequences, held_out = split(sequences)
     mx.random.seed(run.train.seed)
     drafter = new_drafter(run, target, tokenizer)
     if isinstance(drafter, DSpark) and "d2t" in drafter:
@@ -158,6 +154,14 @@ def build(run: Run, folder: Path, progress: Progress = lambda what, done, total:
     if (folder / CHECKPOINT).exists():
         trainer.restore(folder)
     return Job(trainer, sources[1], tokenizer, skipped)
+
+
+def split(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """To learn, and to judge on: the end of the data, without turns of a chat that is learnt."""
+    first = len(sequences) - min(HELD_OUT, len(sequences) // 10)
+    while 0 < first < len(sequences) and sequences[first].line == sequences[first - 1].line:
+        first += 1
+    return sequences[:first], sequences[first:]
 
 
 def features(

@@ -126,7 +126,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
     """Build the run, train it, and leave OUTPUT/drafter."""
     import mlx.core as mx
 
-    from dspine_mlx.train.export import export
+    from dspine_mlx.train.export import check_layout, export
     from dspine_mlx.train.loop import Record, train
     from dspine_mlx.train.plot import plot as draw
     from dspine_mlx.train.run import build
@@ -138,6 +138,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
             bar.update(task, description=what, completed=done, total=total)
 
         job = build(todo, output, loading)
+        check_layout(job.trainer.drafter, drafter.layout is Layout.hf)
         if not resume:
             todo.save(output)
         for message in job.skipped:

@@ -51,6 +51,7 @@ BACKBONE = same(
     "layers.{i}.mlp.gate_proj.weight",
     "layers.{i}.mlp.up_proj.weight",
     "layers.{i}.mlp.down_proj.weight",
+    "d2t",  # with a reduced draft vocabulary
 ) | {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
@@ -63,7 +64,7 @@ GEMMA4 = BACKBONE | same(
 )
 
 # A drafter's own embedding and head, where it does not use the target's.
-ENDS = same("embed_tokens.weight", "lm_head.weight", "d2t")
+ENDS = same("embed_tokens.weight", "lm_head.weight")
 
 HEADS = same(
     "markov_head.markov_w1.weight",

@@ -61,6 +61,7 @@ class DrafterConfig:
     attention_value_scale: float = 1.0
     attention_sink_bias: bool = False  # a learned sink logit per query head
     top_k: int = 16  # K, candidates a slot
+    draft_vocab_size: int | None = None  # tokens the drafter can propose; None: all
 
     @classmethod
     def from_dict(cls: type[Config], config: Mapping[str, Any]) -> Config:
@@ -103,6 +104,10 @@ class DrafterConfig:
                 f"layer_types names {len(self.layer_types)} layers, "
                 f"num_hidden_layers says {self.num_hidden_layers}"
             )
+        if not 0 < self.num_draft_tokens <= self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size is {self.draft_vocab_size}; the vocabulary has {self.vocab_size}"
+            )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise InputError("layer_types has sliding_attention but sliding_window is not set")
 
@@ -110,6 +115,11 @@ class DrafterConfig:
     def num_proposals(self) -> int:
         """M: tokens proposed from one block."""
         return self.block_size - self.first_slot
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Vd: rows of the drafter's LM head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     def layer_type(self, layer: int) -> str:
         return self.layer_types[layer] if self.layer_types else "full_attention"
@@ -152,7 +162,6 @@ class DSparkConfig(DrafterConfig):
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
     confidence_temperatures: tuple[float, ...] = ()  # one a slot, divides the confidence's logit
-    draft_vocab_size: int | None = None  # tokens the drafter can propose; None: all
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DSparkConfig":
@@ -178,15 +187,6 @@ class DSparkConfig(DrafterConfig):
             )
         if any(t <= 0 for t in self.confidence_temperatures):
             raise InputError("confidence_temperatures must be above 0")
-        if not 0 < self.num_draft_tokens <= self.vocab_size:
-            raise InputError(
-                f"draft_vocab_size is {self.draft_vocab_size}; the vocabulary has {self.vocab_size}"
-            )
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Vd: rows of the drafter's LM head."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from dspine_mlx.config import DrafterConfig
+from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target import Target
 
@@ -125,7 +126,11 @@ class DraftLayer(nn.Module):
 
 
 class DFlash(nn.Module):
-    """The parallel backbone. Embedding and LM head are the target's, shared and never copied."""
+    """The parallel backbone. Embedding and LM head are the target's, shared and never copied.
+
+    With a reduced draft vocabulary the head is the target's rows of the tokens `d2t` [Vd], and a
+    candidate's id counts those rows.
+    """
 
     layer_class: type[DraftLayer] = DraftLayer
     folder: Path | None = None  # that it was loaded from
@@ -139,17 +144,35 @@ class DFlash(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [self.layer_class(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.num_draft_tokens < config.vocab_size:
+            self.d2t = mx.arange(config.num_draft_tokens, dtype=mx.uint32)  # absolute target ids
+            self.freeze(keys="d2t", recurse=False)
 
     def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
         """Use the target's embedding and head; they stay out of this module's parameters.
 
         kernels: which Metal kernels may run. They have no gradient: training needs OFF.
         """
-        object.__setattr__(self, "target", target)
+        if "d2t" in self:
+            ids = self.d2t
+            if not mx.all(ids[1:] > ids[:-1]).item() or ids[-1].item() >= self.config.vocab_size:
+                raise InputError(
+                    "d2t does not hold ascending ids of the target's vocabulary; only speculators' "
+                    "checkpoints hold offsets"
+                )
+        object.__setattr__(self, "target", self.with_ends(target))
         object.__setattr__(self, "verifier", target)  # whose law is drafted for
         object.__setattr__(self, "schedule", None)  # made by dspine_mlx.schedule at first use
         self.kernels = kernels
         return self
+
+    def with_ends(self, target: Target) -> Target:
+        """The target with the embedding and the head that this drafter proposes with."""
+        return target.with_head_rows(self.d2t) if "d2t" in self else target
+
+    def tokens(self, ids: mx.array) -> mx.array:
+        """The target's ids of candidates."""
+        return self.d2t[ids] if "d2t" in self else ids
 
     def no_features(self) -> mx.array:
         """Features of no positions: [1, 0, m*d]."""
@@ -198,9 +221,9 @@ class DFlash(nn.Module):
         return scores
 
     def candidates(self, states: mx.array) -> tuple[mx.array, mx.array]:
-        """Each slot's K best tokens and their base scores, from normalised states [M, d]."""
-        candidates, logits = top_k(self.target.head(states), self.config.top_k)
-        return candidates, self.scale_scores(logits)
+        """Ids of each slot's K best tokens and their base scores, from normalised states [M, d]."""
+        ids, logits = top_k(self.target.head(states), self.config.top_k)
+        return ids, self.scale_scores(logits)
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
         """Propose M tokens after the anchor; every slot picks on its own: T_t[i, j] = U_t(v_j).
@@ -209,9 +232,10 @@ class DFlash(nn.Module):
         in the cache (n may be 0).
         """
         h = self.backbone(mx.array(anchor), features, cache)
-        candidates, scores = self.candidates(self.norm(h[0, self.config.first_slot :]))
+        ids, scores = self.candidates(self.norm(h[0, self.config.first_slot :]))
         M, K = scores.shape
-        return Proposal(candidates, scores[0], mx.broadcast_to(scores[1:, None, :], (M - 1, K, K)))
+        table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))
+        return Proposal(self.tokens(ids), scores[0], table)
 
 
 CHUNK = 128

@@ -14,8 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.config import DSparkConfig
 from dspine_mlx.dflash import DFlash, Proposal
-from dspine_mlx.errors import InputError
-from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
+from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target import Target
 
@@ -122,8 +121,6 @@ class DSpark(DFlash):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(config)
         if config.num_draft_tokens < config.vocab_size:
-            self.d2t = mx.arange(config.num_draft_tokens, dtype=mx.uint32)  # absolute target ids
-            self.freeze(keys="d2t", recurse=False)
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
     def add_ends(self, paths: Collection[str]) -> None:
@@ -134,15 +131,8 @@ class DSpark(DFlash):
         if "lm_head.weight" in paths:
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
-    def bind(self, target: Target, kernels: Kernels = OFF) -> "DSpark":
+    def with_ends(self, target: Target) -> Target:
         """Use the target's embedding and head, except where the checkpoint has ones that differ."""
-        if "d2t" in self:
-            ids = self.d2t
-            if not mx.all(ids[1:] > ids[:-1]).item() or ids[-1].item() >= self.config.vocab_size:
-                raise InputError(
-                    "d2t does not hold ascending ids of the target's vocabulary; only speculators' "
-                    "checkpoints hold offsets"
-                )
         ends = copy(target)
         if "embed_tokens" in self:
             if equal(self.embed_tokens, target.embed):
@@ -154,9 +144,7 @@ class DSpark(DFlash):
                 del self.lm_head
             else:
                 ends.lm_head, ends.tied = self.lm_head, False
-        super().bind(ends, kernels)
-        object.__setattr__(self, "verifier", target)
-        return self
+        return ends
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
         """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the
@@ -165,7 +153,7 @@ class DSpark(DFlash):
         h = self.backbone(anchor, features, cache)
         states = self.norm(h[0, self.config.first_slot :])
         ids, base = self.candidates(states)
-        candidates = self.d2t[ids] if "d2t" in self else ids
+        candidates = self.tokens(ids)
         before = mx.broadcast_to(anchor.reshape(1, 1), (1, ids.shape[1])).astype(candidates.dtype)
         before = mx.concatenate([before, candidates[:-1]])
         table = mx.broadcast_to(base[:, None], (*base.shape, base.shape[1]))

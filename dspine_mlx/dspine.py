@@ -108,19 +108,20 @@ class DSpine(DFlash):
         """Propose M tokens after the anchor: T_t[i, j] = S_t(v_i, v_j), the last layer's injection
         redone with candidate i of slot t - 1 as the predecessor. See `DFlash.propose`."""
         states, u, receiver = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
-        candidates, scores = self.candidates(states)
-        table = self.transition_table(u[1:], receiver[1:], candidates)
-        return Proposal(candidates, scores[0], table)
+        ids, scores = self.candidates(states)
+        table = self.transition_table(u[1:], receiver[1:], ids)
+        return Proposal(self.tokens(ids), scores[0], table)
 
-    def transition_table(self, u: mx.array, receiver: mx.array, candidates: mx.array) -> mx.array:
-        """Last-write refinement for all pairs at once: [M-1, K, K] float32.
+    def transition_table(self, u: mx.array, receiver: mx.array, ids: mx.array) -> mx.array:
+        """Last-write refinement for all pairs of candidates [M, K] at once: [M-1, K, K] float32.
 
         u [M-1, d] and receiver [M-1, a] of slots 2..M are kept from the last layer: no readout or
         gate of theirs is computed again.
         """
-        message = candidate_messages(receiver, self.code_rows(candidates[:-1]), self.kernels)
+        predecessors = self.code_rows(self.tokens(ids[:-1]))
+        message = candidate_messages(receiver, predecessors, self.kernels)
         write = self.injection.writes[-1](message)  # [M-1, K, d]
-        head, norm = self.target.head_lookup(candidates[1:]), self.norm
+        head, norm = self.target.head_lookup(ids[1:]), self.norm
         scores = transition_scores(u, write, norm.weight, norm.eps, head, self.kernels)
         return self.scale_scores(scores)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -54,6 +55,14 @@ class Target:
             bits=head.bits,
             mode=head.mode,
         )
+
+    def with_head_rows(self, tokens: mx.array) -> "Target":
+        """The same target, whose head is a copy of some tokens' rows, packed as they are."""
+        other, other.lm_head = copy(self), copy(self.lm_head)
+        for name in ("weight", "scales", "biases", "bias"):
+            if isinstance(other.lm_head.get(name), mx.array):
+                other.lm_head[name] = other.lm_head[name][tokens]
+        return other
 
     def head_lookup(self, tokens: mx.array) -> Lookup:
         """The LM head's rows of some tokens, to be read where they are; of a packing that can't be

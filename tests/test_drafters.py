@@ -3,6 +3,7 @@
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -63,6 +64,48 @@ def assert_equal(proposal: Proposal, reference: Round, tolerance: float = 1e-5) 
         assert error <= tolerance * np.abs(reference.base[np.isfinite(reference.base)]).max()
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("make", [dflash_zlab, dspine_specforge])
+def test_a_reduced_vocabulary_leaves_out_the_other_tokens_alone(
+    make: Any, bits: int | None
+) -> None:
+    """Its candidates and transitions are those of a drafter that ranks the whole vocabulary, of the
+    tokens that it has; also with a packed head."""
+    shape = Shape()
+    config, weights = make(shape)
+    model, _ = tiny_target(shape)
+    if bits is not None:
+        nn.quantize(model, 32, bits, class_predicate=lambda path, m: path.endswith(ENDS))
+    kept = np.sort(np.random.default_rng(1).choice(shape.V, 40, replace=False))
+    proposals = []
+    for extra, own in (
+        ({"top_k": shape.V}, {}),
+        ({"top_k": 7, "draft_vocab_size": 40}, {"d2t": kept.astype(np.uint32)}),
+    ):
+        method, config_class = layouts.METHODS["dspine" if "dspine_config" in config else "dflash"]
+        layout = layouts.DSPINE_SPECFORGE if method is DSpine else layouts.DFLASH
+        nested = {"dspine_config": config.get("dspine_config", {}) | extra}
+        drafter = method(config_class.from_dict(config | nested | extra))
+        arrays = parameters(layout, {n: mx.array(v) for n, v in (weights | own).items()})
+        drafter.load_weights(list(arrays.items()))
+        drafter.bind(Target(model))
+        features = random_features(shape, 6)
+        proposals.append(propose(drafter, features, 3, [6]))
+    whole, part = proposals
+    ranked = np.array(whole.candidates)
+    known = np.isin(ranked, kept)
+    for t, row in enumerate(part.candidates.tolist()):
+        assert row == ranked[t][known[t]][:7].tolist()
+    places = [
+        [list(ranked[t]).index(v) for v in row] for t, row in enumerate(part.candidates.tolist())
+    ]
+    np.testing.assert_allclose(np.array(part.first), np.array(whole.first)[places[0]], rtol=1e-5)
+    for t, table in enumerate(np.array(part.transitions)):
+        wanted = np.array(whole.transitions[t])[np.ix_(places[t], places[t + 1])]
+        np.testing.assert_allclose(table, wanted, rtol=1e-4, atol=1e-5)
+
+
+ENDS = ("embed_tokens", "lm_head")
 YARN = {
     "type": "yarn",
     "factor": 8.0,

@@ -142,6 +142,19 @@ def test_a_reduced_draft_vocabulary_equals_numpy(
     check(checkpoint, LossConfig(reference=reference), alpha, 0.0)
 
 
+@pytest.mark.parametrize("alignment", ["embedding", "token"])
+@pytest.mark.parametrize("reference", ["token", "law"])
+def test_the_targets_rows_of_a_reduced_vocabulary_equal_numpy(
+    reference: Literal["token", "law"], alignment: Literal["embedding", "token"]
+) -> None:
+    """DSpine and DFlash over 17 of the tokens, whose head is the target's rows."""
+    ids = np.sort(np.random.default_rng(5).choice(SHAPE.V, 17, replace=False))
+    for make, beta in ((dspine_specforge, 0.5), (dflash_zlab, 0.0)):
+        config, weights = make(SHAPE, draft_vocab_size=17)
+        loss = LossConfig(reference=reference, alignment=alignment)
+        check((config, weights | {"d2t": ids}), loss, 0.4, beta)
+
+
 def test_own_embedding_and_head_equal_numpy() -> None:
     check(dspark_deepspec(SHAPE), LossConfig(), 0.1, 0.0)
 

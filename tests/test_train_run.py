@@ -107,14 +107,15 @@ def test_a_run_leaves_a_drafter_that_generates(
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("method", ["dspine", "dspark", "dflash"])
 def test_a_reduced_draft_vocabulary_from_data_to_text(
-    tmp_path: Path, target: Path, data: Path
+    method: str, tmp_path: Path, target: Path, data: Path
 ) -> None:
-    """Its tokens are the answers' most frequent ones, its head starts as the target's and learns,
-    and the folder loads and decodes."""
+    """Its tokens are the answers' most frequent ones, its head is the target's (a DSpark drafter's
+    starts as that and learns), and the folder loads and decodes."""
     folder = tmp_path / "run"
     settings: dict[str, Any] = {"drafter__draft_vocab_size": 24, "train__learning_rate": 0.01}
-    result = start(folder, target, data, method="dspark", **settings)
+    result = start(folder, target, data, method=method, **settings)
     assert result.exit_code == 0, result.output
     model, tokenizer = mlx_lm.load(str(target))
     answers = [json.loads(line)["completion"] for line in data.read_text().splitlines()]
@@ -126,14 +127,43 @@ def test_a_reduced_draft_vocabulary_from_data_to_text(
     assert kept == sorted(kept)
     assert {token for token, _ in counts.most_common(10)} | set(stop) <= set(kept)
     head = Target(model).head_rows(saved["d2t"])
-    assert saved["lm_head.weight"].shape == head.shape == (24, 32)
-    assert 0 < mx.abs(saved["lm_head.weight"].astype(mx.float32) - head).max().item() < 0.2
     drafter = load_drafter(folder / "drafter", model)
+    if method == "dspark":
+        assert saved["lm_head.weight"].shape == head.shape == (24, 32)
+        assert 0 < mx.abs(saved["lm_head.weight"].astype(mx.float32) - head).max().item() < 0.2
+    else:
+        assert "lm_head.weight" not in saved
+        states = mx.random.normal((3, 32), key=mx.random.key(0))
+        own, every = drafter.target.head(states), Target(model).head(states)
+        assert mx.allclose(own, every[:, saved["d2t"]], rtol=1e-5, atol=1e-5)
     prompt = tokenizer.encode("What is 3 + 1?")
     plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
     assert generate(model, tokenizer, prompt, drafter, max_tokens=12) == plain
     proposal = drafter.propose(prompt[0], drafter.no_features(), drafter.make_cache())
     assert set(proposal.candidates.flatten().tolist()) <= set(kept)
+
+
+def test_a_warm_start_brings_its_draft_vocabulary(tmp_path: Path, target: Path, data: Path) -> None:
+    """Also where the new data's most frequent tokens are others."""
+    first, others = tmp_path / "first", tmp_path / "others.jsonl"
+    assert start(first, target, data, drafter__draft_vocab_size=24).exit_code == 0
+    rows = [
+        {"prompt": f"Say {i}.", "completion": "Maria has apples, all of them."} for i in range(20)
+    ]
+    others.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--warm-start", first / "drafter")
+    result = start(tmp_path / "second", target, others, *options, drafter__draft_vocab_size=24)
+    assert result.exit_code == 0, result.output
+    assert weights(tmp_path / "second")["d2t"].tolist() == weights(first)["d2t"].tolist()
+
+
+def test_a_layout_without_a_reduced_vocabulary_is_refused_before_training(
+    tmp_path: Path, target: Path, data: Path
+) -> None:
+    result = start(tmp_path / "run", target, data, "--export", "hf", drafter__draft_vocab_size=24)
+    assert isinstance(result.exception, InputError)
+    assert "draft_vocab_size is 24" in str(result.exception)
+    assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
 def test_ctrl_c_saves_and_resume_ends_where_an_uninterrupted_run_does(

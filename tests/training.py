@@ -121,9 +121,7 @@ class NumpyLoss:
     def row(
         self, w: Weights, c: Config, key: tuple, row: dict[str, Any], p: np.ndarray, label: int
     ) -> float:
-        head, ids = w.get("lm_head.weight", self.head.head), w.get("d2t", np.arange(len(p)))
-        logits = np.full(len(p), -np.inf)
-        logits[ids.astype(int)] = reference.scale_logits(c, head @ row["base"]) + row.get("bias", 0)
+        logits = self.proposed(w, c, row["base"], row.get("bias", 0.0))
         total = self.mix(logits, p, label)
         q = softmax(logits)
         if "confidence" in row:
@@ -148,8 +146,16 @@ class NumpyLoss:
             refined += (1 - self.alpha) * np.abs(p[on] / mass - softmax(scores)).sum()
         if self.loss.refinement:
             total += self.loss.refined_weight * refined
-        ce = self.kept.setdefault(("ce", key), -np.log(q[label]))
+        ce = self.kept.setdefault(("ce", key), -np.log(q[label]) if q[label] else 0.0)
         return total + self.beta * self.alignment(w, c, row, label, ce)
+
+    def proposed(self, w: Weights, c: Config, states: np.ndarray, bias: Any = 0.0) -> np.ndarray:
+        """Logits of the whole vocabulary: -inf of what the drafter can't propose."""
+        ids = w.get("d2t", np.arange(len(self.head.head))).astype(int)
+        logits = np.full(len(self.head.head), -np.inf)
+        head = w.get("lm_head.weight", self.head.head[ids])
+        logits[ids] = reference.scale_logits(c, head @ states) + bias
+        return logits
 
     def mix(self, logits: np.ndarray, p: np.ndarray, label: int) -> float:
         q, can = softmax(logits), np.isfinite(logits)  # what it can't propose costs no CE
@@ -162,8 +168,8 @@ class NumpyLoss:
         for i, h in enumerate(row["layers"]):
             if self.loss.alignment == "token":
                 states = rms_norm(h, w["norm.weight"], 1e-6)
-                logits = reference.scale_logits(c, self.head.head @ states)
-                terms.append(-np.log(softmax(logits)[label]))
+                q = softmax(self.proposed(w, c, states))
+                terms.append(-np.log(q[label]) if q[label] else 0.0)
             else:
                 f, code = w[f"injection.readouts.{i}.weight"] @ h, w["transfer_codes"][label]
                 cosine = f @ code / np.linalg.norm(f) / np.linalg.norm(code)

@@ -40,6 +40,7 @@ def export(
 
     hf: SpecForge's tensor names, which servers elsewhere expect; both kinds load here.
     """
+    check_layout(drafter, hf)
     if folder.exists() and not replace:
         raise InputError(f"{folder} exists already; name a new folder")
     temporary = folder.with_name(f".{folder.name}.part")
@@ -64,6 +65,15 @@ def export(
         shutil.rmtree(old)
     else:
         os.replace(temporary, folder)
+
+
+def check_layout(drafter: DFlash, hf: bool) -> None:
+    """Whether a drafter can be written in that layout."""
+    if hf and "d2t" in drafter and not isinstance(drafter, DSpark):
+        raise InputError(
+            f"draft_vocab_size is {drafter.config.draft_vocab_size}, which SpecForge's layout has "
+            "for DSpark only; export in the mlx layout, or leave it out"
+        )
 
 
 def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -121,11 +121,7 @@ class Laws(NamedTuple):
 
     def cross_entropy(self, labels: mx.array) -> mx.array:
         """Of labels among the drafter's tokens; 0 of others."""
-        # mx.checkpoint asks for the gradient of every input, and indices have none
-        labels = mx.stop_gradient(labels)
-        index = mx.minimum(labels, self.logits.shape[-1] - 1)[:, None]
-        ce = self.lse - mx.take_along_axis(self.logits, index, axis=-1)[:, 0]
-        return mx.where(labels < self.logits.shape[-1], ce, 0)
+        return cross_entropy(self.logits, self.lse, labels)
 
     @property
     def agree(self) -> mx.array:
@@ -141,6 +137,15 @@ class Laws(NamedTuple):
         if config.reference == "law":
             ce = (1 - self.outside) * self.lse - (self.p * self.logits).sum(axis=-1)
         return alpha * ce + (1 - alpha) * (mx.abs(self.p - self.q).sum(axis=-1) + self.outside)
+
+
+def cross_entropy(logits: mx.array, lse: mx.array, labels: mx.array) -> mx.array:
+    """lse - logits[label] over the last axis; 0 of labels that it does not have."""
+    # mx.checkpoint asks for the gradient of every input, and indices have none
+    labels = mx.stop_gradient(labels)
+    index = mx.minimum(labels, logits.shape[-1] - 1)[..., None]
+    ce = lse - mx.take_along_axis(logits, index, axis=-1)[..., 0]
+    return mx.where(labels < logits.shape[-1], ce, 0)
 
 
 def laws(drafter: DFlash, hidden: mx.array, own: mx.array) -> Laws:
@@ -233,7 +238,7 @@ def dspine_rows(
     first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
     best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
     overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-    return Rows(loss, ce, best == mx.argmax(law.p, axis=-1), overlap)
+    return Rows(loss, ce, best == law.best, overlap)
 
 
 RowLoss = Callable[..., Rows]
@@ -270,10 +275,9 @@ def alignment(
     """
     labels, weight = batch.labels, mx.stop_gradient(ce)
     if config.alignment == "token":
-        losses = [
-            nn.losses.cross_entropy(all_logits(drafter, drafter.norm(h)), labels)
-            for h in states.layers
-        ]
+        ids = draft_ids(drafter, labels)
+        logits = [all_logits(drafter, drafter.norm(h)) for h in states.layers]
+        losses = [cross_entropy(own, mx.logsumexp(own, axis=-1), ids) for own in logits]
         return sum(losses) / len(losses)
     codes = drafter.transfer_codes(labels)
     cosines = [

@@ -17,7 +17,6 @@ from dspine_mlx.convert.checkpoint import open_checkpoint
 from dspine_mlx.convert.layouts import METHODS
 from dspine_mlx.convert.read import read_config
 from dspine_mlx.dflash import DFlash
-from dspine_mlx.dspark import DSpark
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import resolve
@@ -142,9 +141,7 @@ def build(run: Run, folder: Path, progress: Progress = lambda what, done, total:
     else:
         sequences, held_out = split(sequences)
     mx.random.seed(run.train.seed)
-    drafter = new_drafter(run, target, tokenizer)
-    if isinstance(drafter, DSpark) and "d2t" in drafter:
-        start_vocabulary(drafter, target, sequences)
+    drafter = new_drafter(run, target, tokenizer, sequences)
     taps = drafter.config.target_layer_ids
     sources = [
         Source(part, features(run, name, target, taps, part, progress))
@@ -180,12 +177,16 @@ def features(
     return cache
 
 
-def new_drafter(run: Run, target: Target, tokenizer: TokenizerWrapper) -> DFlash:
+def new_drafter(
+    run: Run, target: Target, tokenizer: TokenizerWrapper, sequences: list[Sequence]
+) -> DFlash:
     """A drafter with its starting weights, in float32, bound to the target."""
     drafter_class, config_class = METHODS[run.method]
     config = config_class.from_dict(drafter_config(run, target, tokenizer))
-    drafter = drafter_class(config).bind(target)
+    drafter = drafter_class(config)
     drafter.set_dtype(mx.float32)
+    if "d2t" in drafter:
+        start_vocabulary(drafter, target, sequences)
     if isinstance(drafter, DSpine):
         start_dspine(drafter, target)
     if run.target_layers is not None:
@@ -195,7 +196,7 @@ def new_drafter(run: Run, target: Target, tokenizer: TokenizerWrapper) -> DFlash
     if run.bidirectional:
         for layer in drafter.layers:
             layer.self_attn.causal = False
-    return drafter
+    return drafter.bind(target)
 
 
 def drafter_config(run: Run, target: Target, tokenizer: TokenizerWrapper) -> dict[str, Any]:

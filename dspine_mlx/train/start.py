@@ -38,13 +38,15 @@ def start_dspine(drafter: DSpine, target: Target) -> None:
     )
 
 
-def start_vocabulary(drafter: DSpark, target: Target, sequences: list[Sequence]) -> None:
-    """A reduced draft vocabulary: the answers' most frequent tokens, with the target's head."""
+def start_vocabulary(drafter: DFlash, target: Target, sequences: list[Sequence]) -> None:
+    """A reduced draft vocabulary: the answers' most frequent tokens, with the target's head, which
+    a DSpark drafter goes on to learn."""
     answers = [sequence.tokens[sequence.start :] for sequence in sequences]
     counts = np.bincount(np.concatenate(answers), minlength=target.vocab_size)
     kept = np.argsort(-counts, kind="stable")[: drafter.config.num_draft_tokens]
     drafter.d2t = mx.array(np.sort(kept).astype(np.uint32))
-    drafter.lm_head.weight = target.head_rows(drafter.d2t).astype(mx.float32)
+    if isinstance(drafter, DSpark):
+        drafter.lm_head.weight = target.head_rows(drafter.d2t).astype(mx.float32)
 
 
 def start_layers(drafter: DFlash, target: Target, ids: tuple[int, ...]) -> list[str]:

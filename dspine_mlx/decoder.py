@@ -219,7 +219,7 @@ class Decoder:
             ended = budget < 1 or policy.parked or (bool(block) and block[-1][0] in self.stop)
             limit = int(min(self.drafter.config.num_proposals, budget - 1, self.width_limit()))
             started = time.perf_counter()
-            draft = None if ended or limit < 1 else self.propose(anchor)
+            draft = None if ended or limit < 1 else self.propose(anchor, policy)
             drafting = time.perf_counter() - started
             yield from self.emit(block)
             if ended:
@@ -239,13 +239,13 @@ class Decoder:
         """Drafted tokens that the next forward may feed beside its anchor."""
         return self.kv.width_limit(self.rollback.position + self.features.shape[1]) - 1
 
-    def propose(self, anchor: mx.array) -> Draft:
+    def propose(self, anchor: mx.array, policy: Policy) -> Draft:
         """Start drafting after the anchor; it runs while tokens are yielded."""
         sampled = isinstance(self.sampler, Sampler) and self.draft_filter is None
         proposal = self.context.propose(anchor, self.features)
         sampler = self.sampler if sampled else None
         draft = select(proposal, sampler, self.drafter.kernels, self.stop_ids)
-        mx.async_eval(draft.tokens, draft.evidence)
+        mx.async_eval(draft.tokens, draft.evidence if policy.weighs else None)
         return draft
 
     def permitted(self, anchor: mx.array, draft: Draft, length: int) -> int:
@@ -302,7 +302,7 @@ class Decoder:
                 yield token.item(), logprobs, False
                 return
             if policy.probing(depth):
-                policy.watch(self.propose(token))
+                policy.watch(self.propose(token, policy))
                 self.context.begin()  # what it took in belongs to the text
             started = time.perf_counter()
             following = self.step(token)

@@ -26,6 +26,7 @@ class Proposal(NamedTuple):
     first: mx.array  # [K] float32 scores of slot 1's candidates given the anchor
     transitions: mx.array  # [M - 1, K, K] float32, T_t[i, j]: j of slot t after i of slot t - 1
     confidence: mx.array | None = None  # [M, K] that slot t stands given candidate i of t - 1
+    alone: bool = False  # slots pick on their own: the greedy path takes every first candidate
 
 
 class ContextAttention(nn.Module):
@@ -235,7 +236,7 @@ class DFlash(nn.Module):
         ids, scores = self.candidates(self.norm(h[0, self.config.first_slot :]))
         M, K = scores.shape
         table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))
-        return Proposal(self.tokens(ids), scores[0], table)
+        return Proposal(self.tokens(ids), scores[0], table, alone=True)
 
 
 CHUNK = 128

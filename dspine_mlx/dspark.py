@@ -162,7 +162,8 @@ class DSpark(DFlash):
             previous = self.markov_head.markov_w1(before)
             table = self.markov_table(base, before, ids, states)
         confidence = self.confidence(states, previous, base.shape)
-        return Proposal(candidates, table[0, 0], table[1:], confidence)
+        alone = "markov_head" not in self
+        return Proposal(candidates, table[0, 0], table[1:], confidence, alone)
 
     def markov_table(
         self, base: mx.array, before: mx.array, ids: mx.array, states: mx.array

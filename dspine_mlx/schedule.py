@@ -48,6 +48,7 @@ class Policy(Protocol):
     """What generation asks, and tells."""
 
     parked: bool  # plain decoding, until further notice
+    weighs: bool  # lengths depend on the draft's evidence, which is then computed with the draft
 
     def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         """A new text starts after depth tokens."""
@@ -80,6 +81,7 @@ class Fixed:
 
     tokens: int
     parked: bool = False
+    weighs: bool = False
 
     def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.parked = self.tokens == 0
@@ -133,7 +135,7 @@ class Auto:
     ):
         self.costs, self.belief = costs, Belief(calibration)
         self.explain, self.clock = explain, clock
-        self.parked = False
+        self.parked, self.weighs = False, True
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
         self.check, self.rounds_left = CHECK, CHECK

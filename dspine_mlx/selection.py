@@ -48,7 +48,7 @@ def select(
     path, law = walk(first, transitions, noise, 1 / temp, kernels)
     tokens, known = judged(proposal, path, law, stop)
     if sampler is None:
-        return Draft(tokens, candidates, None, known)
+        return Draft(candidates[:, 0] if proposal.alone else tokens, candidates, None, known)
     greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
     return Draft(tokens, candidates, law, known, judged(proposal, *greedy, stop)[1])
 

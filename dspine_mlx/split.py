@@ -64,7 +64,7 @@ class TimedContext(DraftContext):
     def propose(self, anchor: mx.array, features: mx.array) -> Proposal:
         with self.watch.timing("draft"):
             proposal = super().propose(anchor, features)
-            mx.eval([part for part in proposal if part is not None])
+            mx.eval(proposal)
         return proposal
 
 
@@ -76,10 +76,10 @@ class TimedDecoder(Decoder):
         super().__post_init__()
         self.context = TimedContext(self.drafter, self.context.cache, self.watch)
 
-    def propose(self, anchor: mx.array) -> Draft:
+    def propose(self, anchor: mx.array, policy: Policy) -> Draft:
         with self.watch.timing("select"):
-            draft = super().propose(anchor)
-            mx.eval(draft.tokens, draft.evidence)
+            draft = super().propose(anchor, policy)
+            mx.eval(draft.tokens, draft.evidence if policy.weighs else None)
         return draft
 
     def feed(self, tokens: mx.array) -> mx.array:

@@ -9,6 +9,7 @@ from dspine_mlx.dflash import Proposal, top_k
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import select
+from tests.tiny import tiny_dflash, tiny_target
 
 
 def serial_walk(first: np.ndarray, transitions: np.ndarray, noise: np.ndarray) -> list[int]:
@@ -71,6 +72,18 @@ def test_greedy_selection_takes_the_best_of_each_row() -> None:
         row[i] for row, i in zip(proposal.candidates.tolist(), path, strict=True)
     ]
     assert draft.q is None
+
+
+@pytest.mark.parametrize("cap", [None, 1e-3])
+def test_slots_on_their_own_need_no_walk(cap: float | None) -> None:
+    """What their first candidates say is what the walk finds, also where a cap makes scores equal,
+    and the evidence is the same."""
+    drafter = tiny_dflash(tiny_target(), final_logit_softcapping=cap)
+    proposal = drafter.propose(3, drafter.no_features(), drafter.make_cache())
+    assert proposal.alone
+    short, walked = select(proposal), select(proposal._replace(alone=False))
+    assert short.tokens.tolist() == walked.tokens.tolist()
+    assert mx.array_equal(short.evidence, walked.evidence)
 
 
 def path_law(proposal: Proposal, temperature: float) -> np.ndarray:

@@ -26,6 +26,7 @@ from dspine_mlx.calibration import (
 from dspine_mlx.costs import Costs, costs_of
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
+from dspine_mlx.ledger import Ledger
 from dspine_mlx.lengths import admitted, verify_length, worth
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
@@ -34,14 +35,14 @@ from dspine_mlx.verification import acceptance
 
 __all__ = ["Auto", "Fixed", "Policy", "admitted", "fit_temperatures", "policy_for", "verify_length"]
 
-# Expected speed over plain decoding: below PARK drafting stops, above RESUME it starts again.
-PARK, RESUME = 1.0, 1.02
+RESUME = 1.02  # expected speed over plain decoding above which parked drafting starts again
 FIRST_PROBE, LAST_PROBE = 16, 256  # plain tokens between probes; doubled by every one that fails
 SHARE = 0.01  # of the time, at most, for probes
 SPAN = 8  # plain tokens timed together
 HOPE = 1.1  # speed that perfect drafts must reach for a probe to be worth it
-CHECK, STRETCH = 16, 3  # rounds before STRETCH plain tokens are timed again; then 4 times as many
+CHECK, STRETCH = 16, 3  # rounds, at least, before STRETCH plain tokens are timed again
 CLEAR = 1.5  # expected speed from which that is not needed
+MEMORY = 16  # rounds over which tokens and seconds fade
 
 
 class Policy(Protocol):
@@ -120,7 +121,8 @@ class Auto:
     """Length and parking from measured costs and calibrated chances.
 
     Tokens are counted as expected and time as predicted by the costs, over recent rounds: both have
-    less noise than single rounds. When that is no faster than plain decoding, drafting is parked.
+    less noise than single rounds. When rounds have lost too much to plain decoding (`Ledger`),
+    drafting is parked.
     While parked, a draft is made now and then and only compared with the plain tokens that follow,
     so a probe costs one proposal. It is repeated less and less often while it shows no gain. While
     drafting, a few plain tokens now and then keep the cost of plain decoding known.
@@ -138,7 +140,8 @@ class Auto:
         self.parked, self.weighs = False, True
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
-        self.check, self.rounds_left = CHECK, CHECK
+        self.ledger = Ledger()
+        self.rounds_left = CHECK  # before plain decoding is timed again
         self.interval = self.countdown = FIRST_PROBE
         self.sampler: Sampler | None = None
         self.begin(Statistics(), lambda x: x, 0)
@@ -209,17 +212,23 @@ class Auto:
         self.belief.round_over(self.outlook)
         for slot in range(min(offered, accepted + 1)):
             self.belief.update(slot, chances[slot], float(slot < accepted))
-        self.count(*self.expected(chances, offered, self.depth), fading=1 / 16)
+        tokens, seconds = self.expected(chances, offered, self.depth)
+        self.count(tokens, seconds, fading=1 / MEMORY)
+        self.ledger.round_over(1 + accepted, seconds, self.costs.plain(self.depth))
         if self.explain:
             self.explain(self.describe(chances, accepted, offered, verifying))
         self.rounds_left -= 1
-        if self.rounds >= 2 and self.gain(self.depth) < PARK:
+        if self.ledger.overdrawn:
             self.park()
         elif self.rounds_left <= 0 and self.gain(self.depth) < CLEAR:
-            self.check *= 4
-            self.rounds_left = self.check
-            self.parked, self.stretch = True, STRETCH
-            self.time_plain()
+            self.check_plain()
+
+    def check_plain(self) -> None:
+        """Time a few plain tokens, so seldom that they lose SHARE of the time at most."""
+        lost = STRETCH * (self.gain(self.depth) - 1)
+        self.rounds_left = max(CHECK, int(lost / SHARE * MEMORY / self.tokens))
+        self.parked, self.stretch = True, STRETCH
+        self.time_plain()
 
     def expected(self, chances: np.ndarray, length: int, depth: int) -> tuple[float, float]:
         """Tokens and seconds of a round that offers length tokens."""
@@ -234,6 +243,7 @@ class Auto:
 
     def park(self) -> None:
         self.parked, self.stretch, self.interval = True, 0, FIRST_PROBE
+        self.ledger.close()
         self.pause(self.depth)
         self.time_plain()
         if self.explain:
@@ -269,8 +279,7 @@ class Auto:
             self.stretch -= 1
             if not self.stretch:
                 self.observe_plain(depth)
-                self.pause(depth)
-                self.parked = self.gain(depth) < PARK
+                self.parked = False
         if self.watched:
             self.compare(self.watched, token, logprobs, depth)
 

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import dspine_mlx
 from dspine_mlx.calibration import uncalibrated
 from dspine_mlx.costs import Costs, Curve
+from dspine_mlx.ledger import Ledger
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.schedule import Auto, Fixed, Schedule, Watch
@@ -278,3 +279,66 @@ def test_sampled_drafts_are_watched_by_the_ratio(seed: int) -> None:
     auto.plain(0, mx.log(mx.array(p.astype(np.float32))), 0.0, 64)
     stood = min(1.0, p[2] / q[1])
     assert auto.belief.common == pytest.approx((stood - 0.5) / 1.25, abs=1e-4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 8), st.floats(0.2, 9)), max_size=60))
+def test_the_ledger_owes_the_worst_run_of_rounds(rounds: list[tuple[int, float]]) -> None:
+    """What is owed is the largest loss of any run of rounds that ends now, and what is saved is
+    what all rounds won, from the last time on when it was nothing."""
+    ledger, gains = Ledger(), [tokens - seconds / 0.5 for tokens, seconds in rounds]
+    for tokens, seconds in rounds:
+        ledger.round_over(tokens, seconds, 0.5)
+    assert ledger.owed == pytest.approx(max([0.0, *(-sum(gains[i:]) for i in range(len(gains)))]))
+    assert ledger.saved == pytest.approx(max([0.0, *(sum(gains[i:]) for i in range(len(gains)))]))
+
+
+def test_what_a_drafter_may_owe_grows_with_what_it_saved_and_shrinks_when_it_fails() -> None:
+    """Rounds that lose a plain token each, until the drafter is stopped."""
+
+    def rounds(ledger: Ledger) -> int:
+        lost = 0
+        while not ledger.overdrawn:
+            ledger.round_over(1, 2.0, 1.0)
+            lost += 1
+        ledger.close()
+        return lost
+
+    new = Ledger()
+    assert [rounds(new) for _ in range(4)] == [6, 3, 2, 2]
+    new.round_over(4, 1.0, 1.0)
+    assert rounds(new) == 2  # the three tokens are lost again: it has saved nothing
+    assert rounds(Ledger(saved=30.0)) == 10  # 5 + 0.2 (30 - 10) = 9
+    proven = Ledger(saved=200.0)
+    assert [rounds(proven), rounds(proven)] == [17, 6]
+
+
+def test_hard_sentences_do_not_park_a_drafter_that_pays() -> None:
+    """Drafting pays 1.3 times, and its evidence says too little, as that of drafters
+    without calibration may, on a machine whose steps vary by a third."""
+    rows = tuple(1.1 + 0.04 * n for n in range(8))
+    curve = Curve((64, 2048), (1.0, 1.0), (0.7, 0.7), (rows, rows))
+    traces = [made_up(150, 7, 1.3, seed) for seed in range(8)]
+    machine = Machine(curve, noise=0.3)
+    auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: machine.now)
+    plain, seconds = 0, 0.0
+    for trace in traces:
+        seconds += replay(Trace(trace.evidence - 0.7, trace.stands), auto, machine, 64)
+        plain += auto.statistics.plain
+    fixed = sum(replay(trace, Fixed(7), machine, 64) for trace in traces)
+    assert 1200 / fixed > 1.2
+    assert fixed / seconds > 0.97
+    assert plain < 120
+
+
+def test_plain_decoding_is_timed_often_where_drafting_pays_little() -> None:
+    """A machine whose plain tokens turn out faster than measured: drafting at a small loss ends."""
+    rows = tuple(1.0 + 0.5 * n for n in range(8))
+    curve = Curve((64, 2048), (1.0, 1.0), (0.02, 0.02), (rows, rows))
+    believed = Curve((64, 2048), (1.3, 1.3), (0.02, 0.02), (rows, rows))
+    machine = Machine(curve)
+    auto = Auto(Costs(believed), uncalibrated(7), clock=lambda: machine.now)
+    traces = [made_up(500, 7, -1.0, seed) for seed in range(3)]
+    seconds = [replay(trace, auto, machine, 64) for trace in traces]
+    assert 500 / seconds[0] > 0.97
+    assert 500 / seconds[-1] > 0.985

@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,12 @@ class Calibration:
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""
+        return calibrated(evidence, *self.arrays)
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = np.array(self.temperatures)
-        return calibrated(evidence, T, np.array(self.biases), np.array(self.slopes or 1 / T))
+        return T, np.array(self.biases), np.array(self.slopes or 1 / T)
 
 
 def calibrated(
@@ -73,7 +78,7 @@ def calibrated(
     slope: float | np.ndarray,
 ) -> np.ndarray:
     """x / T + b, below 0 s x + b; evidence of -inf, as after a drafted stop token, is final."""
-    x = np.clip(np.nan_to_num(evidence, nan=0.0), -LIMIT, LIMIT)
+    x = np.where(np.isnan(evidence), 0.0, evidence).clip(-LIMIT, LIMIT)
     odds = np.where(x < 0, slope, 1 / temperature) * x + bias
     return np.where(np.isneginf(evidence), -LIMIT, odds)
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+DRAWS = 1000  # before a template counts as exhausted
 UNUSABLE = {
     32,
     35,
@@ -60,15 +61,21 @@ def templates() -> list[Callable[..., dict]]:
 
 
 def questions(count: int, seed: int, chosen: Sequence[int] = ()) -> Iterator[str]:
-    """Distinct questions, all templates in turn, or those chosen of `templates`."""
+    """Distinct questions, all templates in turn, or those chosen of `templates`.
+
+    ValueError when a template has no more: some have but some hundred.
+    """
     rng, makers = random.Random(seed), templates()
     makers = [makers[i] for i in chosen] or makers
     seen: set[str] = set()
-    while len(seen) < count:
-        question = makers[len(seen) % len(makers)](rng, 1.0)["question"]
-        if question not in seen:
-            seen.add(question)
-            yield question
+    for n in range(count):
+        maker = makers[n % len(makers)]
+        drawn = (maker(rng, 1.0)["question"] for _ in range(DRAWS))
+        question = next((text for text in drawn if text not in seen), None)
+        if question is None:
+            raise ValueError(f"{maker.__name__} has no {n // len(makers) + 1} distinct questions")
+        seen.add(question)
+        yield question
 
 
 def write_questions(

@@ -1,12 +1,14 @@
 """The ablation's table, from results by prompt."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from recipes import word_problems
 from recipes.ablation import TABLE, against, main, write_table
 
 ROOT = Path(__file__).parent.parent
@@ -59,3 +61,21 @@ def test_the_page_has_the_table_of_the_results(tmp_path: Path) -> None:
     table = (tmp_path / "table.md").read_text()
     assert table == (home / "table.md").read_text()
     assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def test_questions_are_distinct_and_end_where_a_template_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(rng: random.Random, difficulty: float) -> dict:
+        return {"question": f"a {rng.randint(1, 6)}"}
+
+    def page(rng: random.Random, difficulty: float) -> dict:
+        return {"question": f"page {rng.randint(1, 10**6)}"}
+
+    monkeypatch.setattr(word_problems, "templates", lambda: [page, die])
+    both = list(word_problems.questions(12, seed=1))
+    assert sorted(both[1::2]) == [f"a {n}" for n in range(1, 7)]
+    assert all(text.startswith("page") for text in both[::2])
+    with pytest.raises(ValueError, match="die has no 7 distinct questions"):
+        list(word_problems.questions(14, seed=1))
+    assert set(word_problems.questions(6, seed=1, chosen=[1])) == {f"a {n}" for n in range(1, 7)}

@@ -71,8 +71,8 @@ def check_layout(drafter: DFlash, hf: bool) -> None:
     """Whether a drafter can be written in that layout."""
     if hf and "d2t" in drafter and not isinstance(drafter, DSpark):
         raise InputError(
-            f"draft_vocab_size is {drafter.config.draft_vocab_size}, which can be exported to the hf "
-            "layout for DSpark drafters only; export in the mlx layout, or leave it out"
+            f"draft_vocab_size is {drafter.config.draft_vocab_size}, which the hf layout takes for "
+            "DSpark drafters only; export in the mlx layout, or leave it out"
         )
 
 

@@ -165,6 +165,8 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
         finished = train(
             trainer, job.held_out, output, export=keep, report=report, stop=interrupted.is_set
         )
+        if finished and not (output / "drafter").exists():
+            keep()  # it was moved away, or the run's last steps were not this command's
     if plot:
         draw(output / "log.jsonl", output / "curves.png")
     if not finished:

@@ -24,7 +24,7 @@ from dspine_mlx.target import Target
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.evaluate import Decoded, acceptance, lookup_length
 from dspine_mlx.train.loop import Trainer
-from dspine_mlx.train.run import Run, spread
+from dspine_mlx.train.run import Run, build, spread
 from dspine_mlx.train.settings import changed, parse_settings
 from recipes.ablation import Unrefined
 from tests.tiny import random_prompt, tiny_dspine, tiny_target
@@ -141,6 +141,19 @@ def test_a_reduced_draft_vocabulary_from_data_to_text(
     assert generate(model, tokenizer, prompt, drafter, max_tokens=12) == plain
     proposal = drafter.propose(prompt[0], drafter.no_features(), drafter.make_cache())
     assert set(proposal.candidates.flatten().tolist()) <= set(kept)
+
+
+def test_a_finished_run_gives_its_drafter_again(tmp_path: Path, target: Path, data: Path) -> None:
+    """Once the folder is gone: the last step's weights, in another layout if one is named."""
+    folder = tmp_path / "run"
+    assert start(folder, target, data).exit_code == 0
+    shutil.rmtree(folder / "drafter")
+    result = call("run", folder, "--resume", "--export", "hf")
+    assert result.exit_code == 0, result.output
+    own = dict(tree_flatten(build(Run.read(folder), folder).trainer.drafter.parameters()))
+    saved = weights(folder)
+    assert "injection.receiver_gate.weight" in saved
+    assert mx.array_equal(saved["fc.weight"], own["fc.weight"].astype(mx.bfloat16))
 
 
 def test_a_warm_start_brings_its_draft_vocabulary(tmp_path: Path, target: Path, data: Path) -> None:

@@ -26,7 +26,7 @@ from dspine_mlx.calibration import (
 from dspine_mlx.costs import Costs, costs_of
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
-from dspine_mlx.ledger import Ledger
+from dspine_mlx.ledger import FIRST, Ledger
 from dspine_mlx.lengths import admitted, verify_length, worth
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
@@ -35,6 +35,7 @@ from dspine_mlx.verification import acceptance
 
 __all__ = ["Auto", "Fixed", "Policy", "admitted", "fit_temperatures", "policy_for", "verify_length"]
 
+LOSING = 0.7  # expected speed over plain decoding below which no more is to be lost to find out
 RESUME = 1.02  # expected speed over plain decoding above which parked drafting starts again
 FIRST_PROBE, LAST_PROBE = 16, 256  # plain tokens between probes; doubled by every one that fails
 SHARE = 0.01  # of the time, at most, for probes
@@ -218,7 +219,8 @@ class Auto:
         if self.explain:
             self.explain(self.describe(chances, accepted, offered, verifying))
         self.rounds_left -= 1
-        if self.ledger.overdrawn:
+        losing = self.rounds >= 2 and self.gain(self.depth) < LOSING
+        if self.ledger.overdrawn or (losing and self.ledger.owed > FIRST / 2):
             self.park()
         elif self.rounds_left <= 0 and self.gain(self.depth) < CLEAR:
             self.check_plain()

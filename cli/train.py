@@ -88,7 +88,8 @@ def run(
     ] = False,
     strict: Strict = False,
 ) -> None:
-    """Train a drafter on texts of its target. Ctrl-C saves; --resume goes on bit for bit."""
+    """Train a drafter on texts of its target. Ctrl-C saves; --resume goes on bit for bit, and
+    writes the last step's drafter of a finished run whose OUTPUT/drafter is gone."""
     from dspine_mlx.train.run import Run, new_run
 
     if resume:
@@ -126,11 +127,14 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
     """Build the run, train it, and leave OUTPUT/drafter."""
     import mlx.core as mx
 
+    from dspine_mlx.convert.layouts import METHODS
     from dspine_mlx.train.export import check_layout, export
     from dspine_mlx.train.loop import Record, train
     from dspine_mlx.train.plot import plot as draw
     from dspine_mlx.train.run import build
 
+    method, reduced = METHODS[todo.method][0], todo.drafter.get("draft_vocab_size")
+    check_layout(method, reduced, drafter.layout is Layout.hf)
     with progress_bar() as bar, interruptible() as interrupted:
         task = bar.add_task("loading", total=None)
 
@@ -138,7 +142,6 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
             bar.update(task, description=what, completed=done, total=total)
 
         job = build(todo, output, loading)
-        check_layout(job.trainer.drafter, drafter.layout is Layout.hf)
         if not resume:
             todo.save(output)
         for message in job.skipped:
@@ -166,7 +169,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
             trainer, job.held_out, output, export=keep, report=report, stop=interrupted.is_set
         )
         if finished and not (output / "drafter").exists():
-            keep()  # it was moved away, or the run's last steps were not this command's
+            keep()
     if plot:
         draw(output / "log.jsonl", output / "curves.png")
     if not finished:

@@ -314,6 +314,24 @@ def scale_logits(c: Config, logits: np.ndarray) -> np.ndarray:
     return cap * np.tanh(logits / cap) if cap else logits
 
 
+def draft_tokens(w: Weights, c: Config, target: Head) -> np.ndarray:
+    """The target's ids of what can be proposed; speculators' d2t holds offsets to them."""
+    if "d2t" not in w:
+        return np.arange(len(target.embedding))
+    kept = w["d2t"].astype(np.int64)
+    return kept + np.arange(len(kept)) if "speculators_model_type" in c else kept
+
+
+def base_logits(w: Weights, c: Config, target: Head, states: np.ndarray) -> np.ndarray:
+    """[M, V], by the drafter's own head if it has one; -inf of what can't be proposed."""
+    ids = draft_tokens(w, c, target)
+    shared = target.head[ids] if "d2t" in w else target.head
+    head = w.get("lm_head.weight", shared)
+    base = np.full((len(states), len(target.embedding)), -np.inf)
+    base[:, ids] = scale_logits(c, project(states, head))
+    return base
+
+
 def top(base: np.ndarray, k: int) -> np.ndarray:
     """The k best tokens a row, descending; equal logits in index order."""
     return np.argsort(-base, axis=-1, kind="stable")[:, :k]
@@ -373,7 +391,7 @@ def dspine_round(
         previous = np.concatenate([np.sqrt(r) * codes[anchor][None], z[:-1]])
         h = np.concatenate([u[:1], inject(u[1:], layer, previous)])
     states = rms_norm(h[1:], w["norm.weight"], c["rms_norm_eps"])
-    base = scale_logits(c, project(states, target.head))
+    base = base_logits(w, c, target, states)
     candidates = top(base, k) if candidates is None else candidates
     M, K = candidates.shape
     table = np.empty((M, K, K))
@@ -456,12 +474,9 @@ def markov_round(
     for layer in range(c["num_hidden_layers"]):
         h = draft_layer(w, c, layer, h, ctx)
     states = rms_norm(h[c["first_slot"] :], w["norm.weight"], c["rms_norm_eps"])
-    draft = scale_logits(c, project(states, w.get("lm_head.weight", target.head)))
-    ids = np.arange(draft.shape[1]) + w.get("d2t", 0)  # d2t holds offsets
-    base = np.full((len(draft), len(target.embedding)), -np.inf)
-    base[:, ids] = draft
+    base = base_logits(w, c, target, states)
     candidates = top(base, k) if candidates is None else candidates
-    rows = np.zeros(base.shape[1], dtype=np.int64)
+    ids, rows = draft_tokens(w, c, target), np.zeros(base.shape[1], dtype=np.int64)
     rows[ids] = np.arange(len(ids))
     head = MarkovHead(w, c)
     M, K = candidates.shape

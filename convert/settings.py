@@ -267,6 +267,8 @@ def head_settings(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
         )
     if not flat["enable_confidence_head"] or not flat["markov_rank"]:
         flat["confidence_head_with_markov"] = False
-    if flat.get("draft_vocab_size") is None and "d2t" in shapes:
+    if "d2t" in shapes:
         flat["draft_vocab_size"] = shapes["d2t"][0]
+    elif "lm_head.weight" not in shapes:  # then the size is the target's, whatever the key says
+        flat["draft_vocab_size"] = None
     return flat

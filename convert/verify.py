@@ -1,6 +1,7 @@
 """Is a converted folder what its source is? One round in MLX against NumPy on the source."""
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from dspine_mlx.convert.read import load_tensors
 from dspine_mlx.convert.transfer_space import SPACE
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import assemble_drafter
+from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.target import Target
 
 ROUNDS = {
@@ -35,7 +37,8 @@ class Verification(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        return not self.exact or self.difference <= EXACT * self.scale
+        finite = np.isfinite([self.difference, self.scale]).all()
+        return bool(finite) and (not self.exact or self.difference <= EXACT * self.scale)
 
 
 class Rows:
@@ -85,6 +88,14 @@ class StandIn(Target):
 
     def head_rows(self, tokens: mx.array) -> mx.array:
         return self.lm_head(tokens)
+
+    def head_lookup(self, tokens: mx.array) -> Lookup:
+        return Lookup(self.lm_head._where[tokens], self.lm_head.weight)
+
+    def with_head_rows(self, tokens: mx.array) -> "StandIn":
+        other, other.lm_head = copy(self), copy(self.lm_head)
+        other.lm_head._where = self.lm_head._where[tokens]
+        return other
 
 
 class Source(Mapping[str, np.ndarray]):

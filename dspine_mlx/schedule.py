@@ -142,6 +142,7 @@ class Auto:
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
         self.ledger = Ledger()
+        self.stretch = 0  # plain tokens left of a check
         self.rounds_left = CHECK  # before plain decoding is timed again
         self.interval = self.countdown = FIRST_PROBE
         self.sampler: Sampler | None = None
@@ -152,7 +153,8 @@ class Auto:
         self.sampler = sampler if isinstance(sampler, Sampler) and sampler.temp > 0 else None
         self.watched: Watch | None = None
         self.time_plain()
-        self.stretch = 0  # plain tokens left of a check
+        if self.stretch:  # the last text ended within a check
+            self.parked, self.stretch = False, 0
         if self.parked and self.interval < LAST_PROBE:  # the last text may have been a hard one
             self.belief.relax()
             self.tokens, self.seconds, self.countdown = self.tokens / 4, self.seconds / 4, 0
@@ -252,7 +254,7 @@ class Auto:
             self.explain(f"parked at {self.depth}: {self.comparison(self.depth)}")
 
     def probing(self, depth: int) -> bool:
-        if not self.parked or self.watched is not None or self.countdown > 0:
+        if not self.parked or self.stretch or self.watched is not None or self.countdown > 0:
             return False
         hopeless = self.hopeless(depth)
         if hopeless:  # ask again later, not at every token

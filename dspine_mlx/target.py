@@ -62,6 +62,11 @@ class Target:
         for name in ("weight", "scales", "biases", "bias"):
             if isinstance(other.lm_head.get(name), mx.array):
                 other.lm_head[name] = other.lm_head[name][tokens]
+        if "weight" not in other.lm_head:
+            raise InputError(
+                f"the LM head is a {type(self.lm_head).__name__} without a weight of its own; rows "
+                "for a reduced draft vocabulary can't be picked from it"
+            )
         return other
 
     def head_lookup(self, tokens: mx.array) -> Lookup:

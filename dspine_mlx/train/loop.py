@@ -178,6 +178,7 @@ class Trainer:
             part, _, rest = name.partition(".")
             parts[part].append((rest, value))
         self.drafter.load_weights(parts["drafter"])
+        self.drafter.bind(self.drafter.verifier)  # its draft vocabulary decides the head's rows
         self.optimizer.state = tree_unflatten(parts["optimizer"])
         self.step, self.bad = int(metadata["step"]), int(metadata["bad"])
         self.best = float(metadata["best"])

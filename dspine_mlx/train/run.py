@@ -27,7 +27,7 @@ from dspine_mlx.train.data import Sequence, read_sequences
 from dspine_mlx.train.features import FeatureCache, observe
 from dspine_mlx.train.loop import CHECKPOINT, Source, Trainer
 from dspine_mlx.train.settings import changed, parse_settings
-from dspine_mlx.train.start import start_dspine, start_layers, start_vocabulary
+from dspine_mlx.train.start import start_dspine, start_head, start_layers, start_vocabulary
 
 SETTINGS = "run.json"
 HELD_OUT = 64  # sequences taken off the end of the data when no held-out file is named
@@ -192,7 +192,9 @@ def new_drafter(
     if run.target_layers is not None:
         start_layers(drafter, target, run.target_layers)
     if run.warm_start is not None:
-        warm_start(drafter, run.warm_start)
+        taken = warm_start(drafter, run.warm_start)
+        if "d2t" in taken and "lm_head.weight" not in taken:
+            start_head(drafter, target)
     if run.bidirectional:
         for layer in drafter.layers:
             layer.self_attn.causal = False
@@ -232,8 +234,9 @@ def spread(layers: int, taps: int) -> list[int]:
     return sorted({1 + round(i * (last - 1) / max(1, taps - 1)) for i in range(taps)})
 
 
-def warm_start(drafter: DFlash, path: str) -> None:
-    """Take over a drafter's tensors: a DFlash checkpoint has the backbone of every method."""
+def warm_start(drafter: DFlash, path: str) -> set[str]:
+    """Take over a drafter's tensors: a DFlash checkpoint has the backbone of every method. Returns
+    their names."""
     weights = open_checkpoint(resolve(path)).arrays()
     own = dict(tree_flatten(drafter.parameters()))
     fit = {n: w for n, w in weights.items() if n in own and own[n].shape == w.shape}
@@ -244,3 +247,4 @@ def warm_start(drafter: DFlash, path: str) -> None:
             f"{path} can't start this drafter: {', '.join(lost + backbone)} do not fit its shapes"
         )
     drafter.load_weights([(n, w.astype(own[n].dtype)) for n, w in fit.items()], strict=False)
+    return set(fit)

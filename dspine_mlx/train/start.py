@@ -39,12 +39,17 @@ def start_dspine(drafter: DSpine, target: Target) -> None:
 
 
 def start_vocabulary(drafter: DFlash, target: Target, sequences: list[Sequence]) -> None:
-    """A reduced draft vocabulary: the answers' most frequent tokens, with the target's head, which
-    a DSpark drafter goes on to learn."""
+    """A reduced draft vocabulary: the answers' most frequent tokens."""
     answers = [sequence.tokens[sequence.start :] for sequence in sequences]
     counts = np.bincount(np.concatenate(answers), minlength=target.vocab_size)
     kept = np.argsort(-counts, kind="stable")[: drafter.config.num_draft_tokens]
     drafter.d2t = mx.array(np.sort(kept).astype(np.uint32))
+    start_head(drafter, target)
+
+
+def start_head(drafter: DFlash, target: Target) -> None:
+    """The head that a DSpark drafter has of its own for a reduced vocabulary starts as the
+    target's; other drafters use the target's."""
     if isinstance(drafter, DSpark):
         drafter.lm_head.weight = target.head_rows(drafter.d2t).astype(mx.float32)
 

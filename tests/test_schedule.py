@@ -314,21 +314,21 @@ def test_what_a_drafter_may_owe_grows_with_what_it_saved_and_shrinks_when_it_fai
 
 
 def test_hard_sentences_do_not_park_a_drafter_that_pays() -> None:
-    """Drafting pays 1.3 times, and its evidence says too little, as that of drafters
-    without calibration may, on a machine whose steps vary by a third."""
+    """Drafting pays 1.2 to 1.5 times, and its evidence says too little, as that of drafters
+    without calibration may, on machines whose steps vary by a third."""
     rows = tuple(1.1 + 0.04 * n for n in range(8))
     curve = Curve((64, 2048), (1.0, 1.0), (0.7, 0.7), (rows, rows))
-    traces = [made_up(150, 7, 1.3, seed) for seed in range(8)]
-    machine = Machine(curve, noise=0.3)
-    auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: machine.now)
-    plain, seconds = 0, 0.0
-    for trace in traces:
-        seconds += replay(Trace(trace.evidence - 0.7, trace.stands), auto, machine, 64)
-        plain += auto.statistics.plain
-    fixed = sum(replay(trace, Fixed(7), machine, 64) for trace in traces)
-    assert 1200 / fixed > 1.2
-    assert fixed / seconds > 0.97
-    assert plain < 120
+    plain, seconds, fixed, tokens = 0, 0.0, 0.0, 150
+    for seed in range(6):
+        machine = Machine(curve, noise=0.3, seed=seed)
+        auto = Auto(Costs(curve), uncalibrated(7), clock=lambda m=machine: m.now)  # type: ignore[misc]
+        for trace in [made_up(tokens, 7, 1.3, 8 * seed + text) for text in range(8)]:
+            seconds += replay(Trace(trace.evidence - 0.7, trace.stands), auto, machine, 64)
+            fixed += replay(trace, Fixed(7), machine, 64)
+            plain += auto.statistics.plain
+    assert 6 * 8 * tokens / fixed > 1.2
+    assert fixed / seconds > 0.99
+    assert plain < 0.1 * 6 * 8 * tokens
 
 
 def test_plain_decoding_is_timed_often_where_drafting_pays_little() -> None:

@@ -148,19 +148,17 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
 def one_run(run: Run, name: str, folder: Path, prompts: int) -> None:
     """Train and judge; the result is a line of folder/results.jsonl."""
     home = folder / f"{name} {run.train.seed}"
-    if home.exists():
+    resumed = home.exists()
+    if resumed:
         run = Run.read(home)
     job = build(run, home, lambda what, done, total: None)
-    if not home.exists():
+    if not resumed:
         run.save(home)
     start = time.process_time()
     curve = Source(job.held_out.sequences[:CURVE], job.held_out.observe)
     train(job.trainer, curve, home, export=lambda: None, report=partial(progress, home.name))
-    record = {
-        "name": name,
-        "seed": run.train.seed,
-        "processor_seconds": time.process_time() - start,
-    }
+    seconds = None if resumed else time.process_time() - start  # earlier parts are not known
+    record = {"name": name, "seed": run.train.seed, "processor_seconds": seconds}
     log = [r for r in read_log(home / "log.jsonl") if "held_out_greedy" in r]
     record["curve"] = [[r["step"], r["held_out_greedy"], r["held_out_sampled"]] for r in log]
     drafter = job.trainer.drafter
@@ -215,8 +213,9 @@ def write_table(folder: Path, names: list[str]) -> None:
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*acceptance(texts)))
         cells.append(against(rows, [r for r in records if r["name"] == "DSpine"]))
         lookup = ", ".join(f"{rows[0][f'{kind}_lookup']:.2f}" for kind in TEMPERATURES)
-        minutes = sum(r["processor_seconds"] for r in rows) / len(rows) / 60
-        row = [name, str(len(rows)), *cells, lookup, f"{minutes:.1f}"]
+        seconds = [r["processor_seconds"] for r in rows if r["processor_seconds"] is not None]
+        minutes = f"{np.mean(seconds) / 60:.1f}" if seconds else "not measured"
+        row = [name, str(len(rows)), *cells, lookup, minutes]
         lines.append(f"| {' | '.join(row)} |")
     (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -54,10 +54,11 @@ def test_what_would_be_ignored_is_refused(option: str, value: str, reason: str) 
     assert reason in result.output
 
 
-def test_the_page_has_the_table_of_the_results(tmp_path: Path) -> None:
-    home = ROOT / "recipes" / "results" / "demo"
+@pytest.mark.parametrize(("name", "rows"), [("demo", TABLE), ("smollm2", TABLE[:3])])
+def test_the_page_has_the_table_of_the_results(tmp_path: Path, name: str, rows: list[str]) -> None:
+    home = ROOT / "recipes" / "results" / name
     (tmp_path / "results.jsonl").write_bytes((home / "results.jsonl").read_bytes())
-    write_table(tmp_path, TABLE)
+    write_table(tmp_path, rows)
     table = (tmp_path / "table.md").read_text()
     assert table == (home / "table.md").read_text()
     assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

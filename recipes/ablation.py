@@ -79,9 +79,10 @@ class Unrefined(DSpine):
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list) -> Proposal:
         states, _, _ = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
-        candidates, scores = self.candidates(states)
+        ids, scores = self.candidates(states)
         M, K = scores.shape
-        return Proposal(candidates, scores[0], mx.broadcast_to(scores[1:, None], (M - 1, K, K)))
+        table = mx.broadcast_to(scores[1:, None], (M - 1, K, K))
+        return Proposal(self.tokens(ids), scores[0], table, alone=True)
 
 
 def main(

@@ -476,3 +476,16 @@ def test_the_unrefined_variant_drafts_from_base_scores(tokenizer: TokenizerWrapp
     assert not mx.allclose(base.transitions, refined.transitions, atol=1e-3).item()
     plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=8)
     assert generate(model, tokenizer, prompt, drafter, max_tokens=8) == plain
+
+
+def test_without_refinement_a_reduced_vocabulary_keeps_its_tokens() -> None:
+    drafter = tiny_dspine(tiny_target())
+    drafter.d2t = 2 * mx.arange(20, dtype=mx.uint32) + 1
+    drafter.bind(drafter.verifier)
+    features = mx.random.normal((1, 4, drafter.feature_size), key=mx.random.key(1))
+    refined = drafter.propose(7, features, drafter.make_cache())
+    drafter.__class__ = Unrefined
+    base = drafter.propose(7, features, drafter.make_cache())
+    assert base.alone
+    assert base.candidates.tolist() == refined.candidates.tolist()
+    assert all(token % 2 for token in base.candidates.flatten().tolist())

@@ -132,7 +132,7 @@ class DSpark(DFlash):
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
     def with_ends(self, target: Target) -> Target:
-        """Use the target's embedding and head, except where the checkpoint has ones that differ."""
+        """The target's embedding and head, except where the checkpoint has ones that differ."""
         ends = copy(target)
         if "embed_tokens" in self:
             if equal(self.embed_tokens, target.embed):

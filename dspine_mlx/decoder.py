@@ -133,6 +133,7 @@ class Decoder:
     stop: frozenset[int | None] = frozenset()  # None: of a tokenizer without an end
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
+    kept: bool = True  # somebody goes on with the caches after the text
 
     def __post_init__(self) -> None:
         layers = len(self.drafter.layers)
@@ -244,8 +245,8 @@ class Decoder:
         sampled = isinstance(self.sampler, Sampler) and self.draft_filter is None
         proposal = self.context.propose(anchor, self.features)
         sampler = self.sampler if sampled else None
-        draft = select(proposal, sampler, self.drafter.kernels, self.stop_ids)
-        mx.async_eval(draft.tokens, draft.evidence if policy.weighs else None)
+        draft = select(proposal, sampler, self.drafter.kernels, self.stop_ids, policy.weighs)
+        mx.async_eval(draft.tokens, draft.evidence)
         return draft
 
     def permitted(self, anchor: mx.array, draft: Draft, length: int) -> int:
@@ -342,19 +343,18 @@ class Decoder:
         self.begin()
 
     def settle(self) -> None:
-        """Bring all caches to the yielded text, also after an error or an early close; the text
-        can't be continued then."""
-        if self.settled:
-            return
-        self.settled = True
-        self.commit()
-        if self.pending is not None:
-            self.feed(self.pending)
-            self.rows, self.pending = 1, None
+        """Bring all caches to the yielded text if they are kept, also after an error or an early
+        close; the text can't be continued then."""
+        if self.kept and not self.settled:
             self.commit()
-        self.context.catch_up()
+            if self.pending is not None:
+                self.feed(self.pending)
+                self.rows, self.pending = 1, None
+                self.commit()
+            self.context.catch_up()
+            mx.async_eval([c.state for c in self.prompt_cache])
+        self.settled = True
         self.context.wanted = always  # it holds this decoder: no cycle may keep the caches alive
-        mx.async_eval([c.state for c in self.prompt_cache])
 
 
 OWNERS: WeakValueDictionary[int, Decoder] = WeakValueDictionary()  # by the id of their last cache

@@ -26,7 +26,7 @@ class Proposal(NamedTuple):
     first: mx.array  # [K] float32 scores of slot 1's candidates given the anchor
     transitions: mx.array  # [M - 1, K, K] float32, T_t[i, j]: j of slot t after i of slot t - 1
     confidence: mx.array | None = None  # [M, K] that slot t stands given candidate i of t - 1
-    alone: bool = False  # slots pick on their own: the greedy path takes every first candidate
+    best: mx.array | None = None  # [M] ids of the greedy path, where slots pick on their own
 
 
 class ContextAttention(nn.Module):
@@ -223,20 +223,30 @@ class DFlash(nn.Module):
 
     def candidates(self, states: mx.array) -> tuple[mx.array, mx.array]:
         """Ids of each slot's K best tokens and their base scores, from normalised states [M, d]."""
-        ids, logits = top_k(self.target.head(states), self.config.top_k)
-        return ids, self.scale_scores(logits)
+        return self.ranked(self.target.head(states))
+
+    def ranked(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """The same from the head's logits [M, V]."""
+        ids, values = top_k(logits, self.config.top_k)
+        return ids, self.scale_scores(values)
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
-        """Propose M tokens after the anchor; every slot picks on its own: T_t[i, j] = U_t(v_j).
+        """Propose M tokens after the anchor.
 
         features: [1, n, m*d], target features of the positions before the anchor that are not yet
         in the cache (n may be 0).
         """
         h = self.backbone(mx.array(anchor), features, cache)
-        ids, scores = self.candidates(self.norm(h[0, self.config.first_slot :]))
+        return self.unrefined(self.norm(h[0, self.config.first_slot :]))
+
+    def unrefined(self, states: mx.array) -> Proposal:
+        """From normalised states [M, d], every slot picks on its own: T_t[i, j] = U_t(v_j)."""
+        logits = self.target.head(states)
+        ids, scores = self.ranked(logits)
         M, K = scores.shape
         table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))
-        return Proposal(self.tokens(ids), scores[0], table, alone=True)
+        best = self.tokens(mx.argmax(logits, axis=-1))
+        return Proposal(self.tokens(ids), scores[0], table, best=best)
 
 
 CHUNK = 128

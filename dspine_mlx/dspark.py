@@ -152,18 +152,16 @@ class DSpark(DFlash):
         anchor = mx.array(anchor)
         h = self.backbone(anchor, features, cache)
         states = self.norm(h[0, self.config.first_slot :])
-        ids, base = self.candidates(states)
+        if "markov_head" not in self:
+            base = self.unrefined(states)
+            return base._replace(confidence=self.confidence(states, None, base.candidates.shape))
+        ids, scores = self.candidates(states)
         candidates = self.tokens(ids)
         before = mx.broadcast_to(anchor.reshape(1, 1), (1, ids.shape[1])).astype(candidates.dtype)
         before = mx.concatenate([before, candidates[:-1]])
-        table = mx.broadcast_to(base[:, None], (*base.shape, base.shape[1]))
-        previous = None
-        if "markov_head" in self:
-            previous = self.markov_head.markov_w1(before)
-            table = self.markov_table(base, before, ids, states)
-        confidence = self.confidence(states, previous, base.shape)
-        alone = "markov_head" not in self
-        return Proposal(candidates, table[0, 0], table[1:], confidence, alone)
+        table = self.markov_table(scores, before, ids, states)
+        confidence = self.confidence(states, self.markov_head.markov_w1(before), ids.shape)
+        return Proposal(candidates, table[0, 0], table[1:], confidence)
 
     def markov_table(
         self, base: mx.array, before: mx.array, ids: mx.array, states: mx.array

@@ -236,6 +236,7 @@ def stream_generate(
             frozenset(tokenizer.eos_token_ids),
             statistics,
             draft_filter,
+            prompt_cache is not None,
         )
         tokens = decode(
             prompt,

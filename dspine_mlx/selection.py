@@ -29,13 +29,16 @@ def select(
     sampler: Sampler | None = None,
     kernels: Kernels = OFF,
     stop: mx.array | None = None,
+    weigh: bool = True,
 ) -> Draft:
     """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
 
-    stop: ids of tokens that end a text, after which no slot can stand. Nothing is evaluated here.
-    With a sampler the draws come from `mx.random`'s global state.
+    stop: ids of tokens that end a text, after which no slot can stand; weigh: with the evidence.
+    Nothing is evaluated here. With a sampler the draws come from `mx.random`'s global state.
     """
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
+    if sampler is None and proposal.best is not None and not weigh:
+        return Draft(proposal.best, candidates, None)
     noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
     if sampler is not None:
         if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
@@ -46,23 +49,28 @@ def select(
             temp = sampler.temp
         noise = mx.random.gumbel(candidates.shape) * temp
     path, law = walk(first, transitions, noise, 1 / temp, kernels)
-    tokens, known = judged(proposal, path, law, stop)
+    draft = Draft(tokens_on(proposal, path), candidates, None if sampler is None else law)
+    if not weigh:
+        return draft
+    draft = draft._replace(evidence=judged(proposal, path, law, stop))
     if sampler is None:
-        return Draft(candidates[:, 0] if proposal.alone else tokens, candidates, None, known)
+        return draft
     greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
-    return Draft(tokens, candidates, law, known, judged(proposal, *greedy, stop)[1])
+    return draft._replace(outlook=judged(proposal, *greedy, stop))
 
 
-def judged(
-    proposal: Proposal, path: mx.array, law: mx.array, stop: mx.array | None
-) -> tuple[mx.array, mx.array]:
-    """A path's tokens [M], and its evidence [M], which is -inf after a stop token."""
-    tokens = mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
+def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:
+    """A path's tokens: [M]."""
+    return mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
+
+
+def judged(proposal: Proposal, path: mx.array, law: mx.array, stop: mx.array | None) -> mx.array:
+    """A path's evidence [M], which is -inf after a stop token."""
     known = evidence(proposal.confidence, path, law)
     if stop is None or stop.size == 0:
-        return tokens, known
-    ends = (tokens[:, None] == stop).any(axis=-1)
-    return tokens, mx.where(mx.cumsum(ends, axis=0, inclusive=False) > 0, -mx.inf, known)
+        return known
+    ends = (tokens_on(proposal, path)[:, None] == stop).any(axis=-1)
+    return mx.where(mx.cumsum(ends, axis=0, inclusive=False) > 0, -mx.inf, known)
 
 
 def evidence(confidence: mx.array | None, path: mx.array, law: mx.array) -> mx.array:

@@ -64,7 +64,7 @@ class TimedContext(DraftContext):
     def propose(self, anchor: mx.array, features: mx.array) -> Proposal:
         with self.watch.timing("draft"):
             proposal = super().propose(anchor, features)
-            mx.eval(proposal)
+            mx.eval(proposal if proposal.best is None else proposal.best)
         return proposal
 
 
@@ -79,7 +79,7 @@ class TimedDecoder(Decoder):
     def propose(self, anchor: mx.array, policy: Policy) -> Draft:
         with self.watch.timing("select"):
             draft = super().propose(anchor, policy)
-            mx.eval(draft.tokens, draft.evidence if policy.weighs else None)
+            mx.eval(draft.tokens, draft.evidence)
         return draft
 
     def feed(self, tokens: mx.array) -> mx.array:

@@ -79,10 +79,7 @@ class Unrefined(DSpine):
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list) -> Proposal:
         states, _, _ = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
-        ids, scores = self.candidates(states)
-        M, K = scores.shape
-        table = mx.broadcast_to(scores[1:, None], (M - 1, K, K))
-        return Proposal(self.tokens(ids), scores[0], table, alone=True)
+        return self.unrefined(states)
 
 
 def main(

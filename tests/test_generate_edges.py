@@ -20,6 +20,7 @@ from dspine_mlx.dflash import Proposal
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
+from dspine_mlx.target import Target
 from tests.test_load import folder  # noqa: F401  # a fixture
 from tests.tiny import (
     plain_steps,
@@ -283,3 +284,30 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     possible = law > 0
     expected = law[possible] / law[possible].sum() * counts.sum()
     return stats.chisquare(counts[possible], expected).pvalue
+
+
+@pytest.mark.parametrize(("kept", "after"), [(True, 1), (False, 0)])
+def test_the_last_token_is_fed_for_caches_that_are_kept(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: bool,
+    after: int,
+) -> None:
+    drafter, fed = tiny_dspine(model), [0]
+    forward = Target.forward
+
+    def counted(*args: Any) -> tuple[mx.array, mx.array]:
+        fed[0] += 1
+        return forward(*args)
+
+    monkeypatch.setattr(Target, "forward", counted)
+    cache = make_prompt_cache(model) if kept else None
+    responses = dspine_mlx.stream_generate(
+        model, tokenizer, random_prompt(5), drafter, max_tokens=8, prompt_cache=cache
+    )
+    for _ in range(8):
+        next(responses)
+    before = fed[0]
+    assert next(responses, None) is None
+    assert fed[0] - before == after

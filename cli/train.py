@@ -89,7 +89,7 @@ def run(
     strict: Strict = False,
 ) -> None:
     """Train a drafter on texts of its target. Ctrl-C saves; --resume goes on bit for bit, and
-    writes the last step's drafter of a finished run whose OUTPUT/drafter is gone."""
+    writes the drafter of a finished run again once OUTPUT/drafter has been moved away."""
     from dspine_mlx.train.run import Run, new_run
 
     if resume:
@@ -142,6 +142,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
             bar.update(task, description=what, completed=done, total=total)
 
         job = build(todo, output, loading)
+        done = job.trainer.finished and (output / "drafter").exists()
         if not resume:
             todo.save(output)
         for message in job.skipped:
@@ -156,6 +157,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
         dtypes = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
         def keep() -> None:
+            trainer.save_best(output)
             export(
                 trainer.drafter,
                 output / "drafter",
@@ -169,6 +171,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
             trainer, job.held_out, output, export=keep, report=report, stop=interrupted.is_set
         )
         if finished and not (output / "drafter").exists():
+            trainer.restore_best(output)
             keep()
     if plot:
         draw(output / "log.jsonl", output / "curves.png")
@@ -177,7 +180,10 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
             f"Saved at step {trainer.step}. Go on with: dspine-mlx train run {output} --resume"
         )
         raise typer.Exit(130)
-    typer.echo(f"The drafter is in {output / 'drafter'}.")
+    where = f"The drafter is in {output / 'drafter'}"
+    typer.echo(
+        f"{where} since earlier; move it away to have it written again." if done else f"{where}."
+    )
 
 
 @contextmanager

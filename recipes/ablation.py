@@ -51,6 +51,8 @@ class Variant:
 
 
 ALIGN = {"alignment_weight": 0.1}
+PUBLISHED = {"reference": "token", "ce_start": None, "ce_weight": 0.1}  # DFlash: CE only
+HALF = {"ce_weight": 0.5}
 VARIANTS = {
     "DFlash": Variant("dflash", {"ce_weight": 1.0}),
     "DSpark": Variant("dspark", first_slot=0),
@@ -65,6 +67,13 @@ VARIANTS = {
     "DSpine, no curriculum": Variant(loss=ALIGN | {"replacement_probability": 0.0}),
     "DSpine, bidirectional": Variant(loss=ALIGN, bidirectional=True),
     "DSpark, first proposal from a mask": Variant("dspark"),
+    "DFlash, CE against the text": Variant("dflash", PUBLISHED | {"ce_weight": 1.0}),
+    "DFlash, CE down to .5": Variant("dflash", HALF),
+    "DFlash, CE down to .2": Variant("dflash"),
+    "DSpark, published losses": Variant("dspark", PUBLISHED, first_slot=0),
+    "DSpark, CE down to .5": Variant("dspark", HALF, first_slot=0),
+    "DSpine, published losses": Variant(loss=PUBLISHED | ALIGN),
+    "DSpine, CE down to .5": Variant(loss=HALF | ALIGN),
 }
 TABLE = list(VARIANTS)[:7]
 HEADS: dict[str, dict[str, Any]] = {

@@ -143,17 +143,30 @@ def test_a_reduced_draft_vocabulary_from_data_to_text(
     assert set(proposal.candidates.flatten().tolist()) <= set(kept)
 
 
-def test_a_finished_run_gives_its_drafter_again(tmp_path: Path, target: Path, data: Path) -> None:
-    """Once the folder is gone: the last step's weights, in another layout if one is named."""
+def test_a_finished_run_gives_its_drafter_again(
+    tmp_path: Path, target: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the folder is gone: the best step's weights, in another layout if one is named. Before
+    that it stays as it is."""
     folder = tmp_path / "run"
-    assert start(folder, target, data).exit_code == 0
-    shutil.rmtree(folder / "drafter")
+    accepted = iter([2.0, 1.5])  # of steps 2 and 4
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", lambda *_: {"held_out_greedy": next(accepted)})
+        assert start(folder, target, data, "--dtype", "float32").exit_code == 0
+    best, config = weights(folder), (folder / "drafter" / "config.json").read_text()
+    last = build(Run.read(folder), folder).trainer.drafter
+    assert not mx.array_equal(best["fc.weight"], last.fc.weight)
     result = call("run", folder, "--resume", "--export", "hf")
     assert result.exit_code == 0, result.output
-    own = dict(tree_flatten(build(Run.read(folder), folder).trainer.drafter.parameters()))
+    assert "move it away" in result.output
+    assert (folder / "drafter" / "config.json").read_text() == config
+    shutil.rmtree(folder / "drafter")
+    result = call("run", folder, "--resume", "--export", "hf", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert "move it away" not in result.output
     saved = weights(folder)
     assert "injection.receiver_gate.weight" in saved
-    assert mx.array_equal(saved["fc.weight"], own["fc.weight"].astype(mx.bfloat16))
+    assert mx.array_equal(saved["fc.weight"], best["fc.weight"])
 
 
 def test_a_warm_start_brings_its_draft_vocabulary(tmp_path: Path, target: Path, data: Path) -> None:

@@ -21,7 +21,7 @@ from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence
 from dspine_mlx.train.losses import Rows, Schedule, acceptance_length, drafter_loss
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 Record = dict[str, float | int]
 
 
@@ -182,6 +182,15 @@ class Trainer:
         self.optimizer.state = tree_unflatten(parts["optimizer"])
         self.step, self.bad = int(metadata["step"]), int(metadata["bad"])
         self.best = float(metadata["best"])
+
+    def save_best(self, folder: Path) -> None:
+        """Keep the drafter's weights as they are trained, whatever is trained on."""
+        write_safely(folder / BEST, dict(tree_flatten(self.drafter.parameters())), {})
+
+    def restore_best(self, folder: Path) -> None:
+        """The drafter as `save_best` kept it, or as it is if it never did."""
+        if (folder / BEST).exists():
+            self.drafter.load_weights(str(folder / BEST))
 
 
 class Estimate:

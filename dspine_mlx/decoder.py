@@ -182,12 +182,12 @@ class Decoder:
             yield end - start
         self.history, self.pending = prompt[:-1], prompt[-1:]
 
-    def feed(self, tokens: mx.array) -> mx.array:
-        """The target's logits [n, V] after each of the tokens [n]."""
+    def feed(self, tokens: mx.array, start: bool = False) -> mx.array:
+        """The target's logits [n, V] after each of the tokens [n]; start: see `Target.forward`."""
         self.fed = tokens
         self.rollback.feeding(tokens.size)
         taps = self.drafter.config.target_layer_ids
-        logits, self.features = self.drafter.target.forward(tokens, self.cache, taps)
+        logits, self.features = self.drafter.target.forward(tokens, self.cache, taps, start)
         return logits
 
     def logprobs(self, logits: mx.array) -> mx.array:
@@ -265,7 +265,7 @@ class Decoder:
         drafted = [] if draft is None else [draft.tokens[:length].astype(anchor.dtype)]
         fed = mx.concatenate([anchor, *drafted])
         with self.rollback.verifying(fed):
-            logits = self.feed(fed)
+            logits = self.feed(fed, start=True)
         self.rows, self.pending = 1, None
         logprobs = self.logprobs(logits)
         if draft is None:

@@ -82,9 +82,9 @@ class TimedDecoder(Decoder):
             mx.eval(draft.tokens, draft.evidence)
         return draft
 
-    def feed(self, tokens: mx.array) -> mx.array:
+    def feed(self, tokens: mx.array, start: bool = False) -> mx.array:
         with self.watch.timing("verify"):
-            logits = super().feed(tokens)
+            logits = super().feed(tokens, start)
             mx.eval(logits, self.features)
         return logits
 

@@ -35,8 +35,8 @@ class Target:
         self.lm_head: nn.Module = self.embed if self.tied else owner["lm_head"]
         self.vocab_size, self.hidden_size = weight_shape(self.embed)
         self.dtype = self.embed(mx.array([0])).dtype
-        self._rows: dict[int, mx.array] = {}
-        self._recording = {cls: recording(cls, self._rows) for cls in set(map(type, self.layers))}
+        self._tapped = Tapped()
+        self._recording = {cls: recording(cls, self._tapped) for cls in set(map(type, self.layers))}
 
     def head(self, states: mx.array) -> mx.array:
         return self.lm_head.as_linear(states) if self.tied else self.lm_head(states)
@@ -82,15 +82,16 @@ class Target:
         return Lookup(rows, self.head_rows(tokens.reshape(-1)))
 
     @contextmanager
-    def taps(self, ids: tuple[int, ...]) -> Iterator[None]:
-        """Within the block, layers `ids` also record their output.
+    def taps(self, ids: tuple[int, ...], start: bool = False) -> Iterator[None]:
+        """Within the block, layers `ids` also record their output; start: and begin with it.
 
         A layer's class is swapped for a recording subclass and swapped back on every exit, so
         logits are bit-identical and the parameter tree never changes.
         """
         tapped = [self.layers[i] for i in ids]
         classes = [type(layer) for layer in tapped]
-        self._rows.clear()
+        self._tapped.rows.clear()
+        self._tapped.start = start
         try:
             for layer, cls in zip(tapped, classes, strict=True):
                 layer.__class__ = self._recording[cls]
@@ -98,34 +99,54 @@ class Target:
         finally:
             for layer, cls in zip(tapped, classes, strict=True):
                 layer.__class__ = cls
+            self._tapped.start = False
 
     def forward(
-        self, tokens: mx.array, cache: list[Any], ids: tuple[int, ...]
+        self, tokens: mx.array, cache: list[Any], ids: tuple[int, ...], start: bool = False
     ) -> tuple[mx.array, mx.array]:
-        """One forward over tokens [n]: logits [n, V] and features [1, n, m*d] of the m taps."""
-        with self.taps(ids):
+        """One forward over tokens [n]: logits [n, V] and features [1, n, m*d] of the m taps.
+
+        start: the device begins with the layers up to each tap while the host is still at those
+        behind it, for a device that has nothing else to do.
+        """
+        with self.taps(ids, start):
             logits = self.model(tokens[None], cache=cache)
-        features = mx.concatenate([self._rows[id(self.layers[i])] for i in ids], axis=-1)
-        self._rows.clear()
-        return logits[0], features
+        return logits[0], self._tapped.features([self.layers[i] for i in ids])
 
     def states(self, tokens: mx.array, ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
         """Without a cache, of tokens [S, n]: the normalised last states [S, n, d], which `head`
         turns into logits, and the features [S, n, m*d] of the taps."""
         with self.taps(ids):
             states = self.body(tokens)
-        features = mx.concatenate([self._rows[id(self.layers[i])] for i in ids], axis=-1)
-        self._rows.clear()
-        return states, features
+        return states, self._tapped.features([self.layers[i] for i in ids])
 
 
-def recording(cls: type[nn.Module], rows: dict[int, mx.array]) -> type[nn.Module]:
-    """A subclass of a decoder layer that also stores its output in rows, under the layer's id."""
+class Tapped:
+    """Outputs of a forward's tapped layers, by the layer's id."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, mx.array] = {}
+        self.start = False
+
+    def add(self, layer: nn.Module, states: mx.array) -> None:
+        self.rows[id(layer)] = states
+        if self.start:
+            mx.async_eval(states)
+
+    def features(self, layers: list[nn.Module]) -> mx.array:
+        """The layers' outputs side by side; nothing is kept."""
+        features = mx.concatenate([self.rows[id(layer)] for layer in layers], axis=-1)
+        self.rows.clear()
+        return features
+
+
+def recording(cls: type[nn.Module], tapped: Tapped) -> type[nn.Module]:
+    """A subclass of a decoder layer whose output is also added to what is tapped."""
 
     class Recording(cls):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
-            rows[id(self)] = output[0] if isinstance(output, tuple) else output
+            tapped.add(self, output[0] if isinstance(output, tuple) else output)
             return output
 
     Recording.__name__ = cls.__name__

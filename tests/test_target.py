@@ -15,8 +15,8 @@ def tree(model: nn.Module) -> dict[str, mx.array]:
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_taps_change_nothing(bits: int | None) -> None:
-    """Logits, caches and parameter tree are those of the untouched model; features are the layers'
-    outputs."""
+    """Logits, caches and parameter tree are those of the untouched model, also when the device
+    begins early; features are the layers' outputs."""
     model = tiny_target()
     if bits:
         nn.quantize(model, group_size=32, bits=bits)
@@ -26,7 +26,7 @@ def test_taps_change_nothing(bits: int | None) -> None:
     for n in (7, 1, 16, 3):
         tokens = mx.random.randint(0, 2048, (n,))
         logits = model(tokens[None], cache=plain)[0]
-        ours, features = target.forward(tokens, tapped, (1, 3))
+        ours, features = target.forward(tokens, tapped, (1, 3), start=n < 10)
         assert mx.array_equal(logits, ours)
         for a, b in zip(plain, tapped, strict=True):
             assert mx.array_equal(a.keys_and_values()[0], b.keys_and_values()[0])
@@ -36,6 +36,15 @@ def test_taps_change_nothing(bits: int | None) -> None:
     assert [type(layer) for layer in model.layers] == types
     last = before[..., target.hidden_size :]  # type: ignore[index]  # of the last layer
     assert mx.array_equal(target.head(model.model.norm(last))[0], ours)
+
+
+def test_the_device_begins_at_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, begun = Target(tiny_target()), list[mx.array]()
+    monkeypatch.setattr(mx, "async_eval", begun.append)
+    for start in (True, False):
+        _, features = target.forward(mx.arange(5), make_prompt_cache(target.model), (1, 3), start)
+        assert len(begun) == 2
+    assert mx.array_equal(mx.concatenate(begun, axis=-1), features)
 
 
 def test_taps_are_removed_after_an_error() -> None:

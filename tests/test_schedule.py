@@ -305,12 +305,12 @@ def test_what_a_drafter_may_owe_grows_with_what_it_saved_and_shrinks_when_it_fai
         return lost
 
     new = Ledger()
-    assert [rounds(new) for _ in range(4)] == [6, 3, 2, 2]
+    assert [rounds(new) for _ in range(4)] == [9, 5, 3, 2]
     new.round_over(4, 1.0, 1.0)
     assert rounds(new) == 2  # the three tokens are lost again: it has saved nothing
-    assert rounds(Ledger(saved=30.0)) == 10  # 5 + 0.2 (30 - 10) = 9
+    assert rounds(Ledger(saved=30.0)) == 12  # 8 + 0.2 (30 - 12) = 11.6
     proven = Ledger(saved=200.0)
-    assert [rounds(proven), rounds(proven)] == [17, 6]
+    assert [rounds(proven), rounds(proven)] == [17, 9]
 
 
 def test_hard_sentences_do_not_park_a_drafter_that_pays() -> None:

@@ -100,14 +100,12 @@ class Layout:
     method: str  # of METHODS
     names: Names
     settings: Settings  # config.json and the shapes found -> fields of the drafter's config
-    offsets: bool = False  # d2t holds offsets d -> d + d2t[d] in place of target ids
+    offsets: bool = True  # d2t holds offsets d -> d + d2t[d]; False: the target's ids
     by_shape: bool = False  # names may be unknown and are then told apart by shape
 
 
 DFLASH = Layout("DFlash, z-lab", "dflash", BACKBONE | ENDS, settings.nested)
-DFLASH_SPECULATORS = Layout(
-    "DFlash, speculators", "dflash", BACKBONE | ENDS, settings.speculators, offsets=True
-)
+DFLASH_SPECULATORS = Layout("DFlash, speculators", "dflash", BACKBONE | ENDS, settings.speculators)
 DSPARK_DEEPSPEC = Layout("DSpark, DeepSpec", "dspark", BACKBONE | ENDS | HEADS, settings.nested)
 DSPARK_GEMMA4 = Layout(
     "DSpark for Gemma 4, DeepSpec", "dspark_gemma4", GEMMA4 | ENDS | HEADS, settings.gemma4
@@ -119,7 +117,7 @@ DSPARK_SPECFORGE = Layout(
     settings.nested,
 )
 DSPARK_SPECULATORS = Layout(
-    "DSpark, speculators", "dspark", BACKBONE | ENDS | HEADS, settings.speculators, offsets=True
+    "DSpark, speculators", "dspark", BACKBONE | ENDS | HEADS, settings.speculators
 )
 DSPINE_SPECFORGE = Layout("DSpine, SpecForge", "dspine", BACKBONE | INJECTION, settings.nested)
 DSPINE_REFERENCE = Layout(
@@ -132,12 +130,11 @@ DSPINE_TENCENT = Layout(
     "DSpine, Tencent", "dspine", BACKBONE | INJECTION, settings.tencent, by_shape=True
 )
 CONVERTED = {  # what this package writes: parameter paths and config fields as they are
-    "dflash": Layout("DFlash, dspine-mlx", "dflash", BACKBONE | ENDS, settings.own),
-    "dspark": Layout("DSpark, dspine-mlx", "dspark", BACKBONE | ENDS | HEADS, settings.own),
-    "dspark_gemma4": Layout(
-        "DSpark for Gemma 4, dspine-mlx", "dspark_gemma4", GEMMA4 | ENDS | HEADS, settings.own
-    ),
-    "dspine": Layout(
-        "DSpine, dspine-mlx", "dspine", BACKBONE | INJECTION | same(*SPACE), settings.own
-    ),
+    method: Layout(f"{title}, dspine-mlx", method, names, settings.own, offsets=False)
+    for method, title, names in (
+        ("dflash", "DFlash", BACKBONE | ENDS),
+        ("dspark", "DSpark", BACKBONE | ENDS | HEADS),
+        ("dspark_gemma4", "DSpark for Gemma 4", GEMMA4 | ENDS | HEADS),
+        ("dspine", "DSpine", BACKBONE | INJECTION | same(*SPACE)),
+    )
 }

@@ -315,11 +315,11 @@ def scale_logits(c: Config, logits: np.ndarray) -> np.ndarray:
 
 
 def draft_tokens(w: Weights, c: Config, target: Head) -> np.ndarray:
-    """The target's ids of what can be proposed; speculators' d2t holds offsets to them."""
+    """The target's ids of what can be proposed: published d2t hold offsets to them."""
     if "d2t" not in w:
         return np.arange(len(target.embedding))
     kept = w["d2t"].astype(np.int64)
-    return kept + np.arange(len(kept)) if "speculators_model_type" in c else kept
+    return kept if "dspine_mlx" in c else kept + np.arange(len(kept))
 
 
 def base_logits(w: Weights, c: Config, target: Head, states: np.ndarray) -> np.ndarray:

@@ -158,8 +158,8 @@ class DFlash(nn.Module):
             ids = self.d2t
             if not mx.all(ids[1:] > ids[:-1]).item() or ids[-1].item() >= self.config.vocab_size:
                 raise InputError(
-                    "d2t does not hold ascending ids of the target's vocabulary; only speculators' "
-                    "checkpoints hold offsets"
+                    "d2t does not lead to ascending ids of the target's vocabulary; it must hold "
+                    "offsets, to be added to 0, 1, 2 ..."
                 )
         object.__setattr__(self, "target", self.with_ends(target))
         object.__setattr__(self, "verifier", target)  # whose law is drafted for

@@ -18,6 +18,11 @@ Weights = dict[str, np.ndarray]
 Checkpoint = tuple[Config, Weights]
 
 
+def offsets(kept: Any) -> np.ndarray:
+    """The d2t of a draft vocabulary [Vd] of ascending target ids, as published."""
+    return np.array(kept) - np.arange(len(kept))
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a tiny drafter and its target, under formats' letters."""
@@ -116,7 +121,7 @@ class Maker:
         s = self.s
         kept = np.sort(self.rng.choice(s.V, s.Vd, replace=False))
         return {
-            "d2t": kept - np.arange(s.Vd),
+            "d2t": offsets(kept),
             "t2d": np.isin(np.arange(s.V), kept),
             "lm_head.weight": self.matrix(s.Vd, s.H),
         }

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dspine_mlx.load import DEMO
+from tests.checkpoints import offsets
 
 ALL = ("--verify-length", "16")  # drafting in every round, whether or not it pays here
 H, RANK = 64, 64
@@ -167,7 +168,7 @@ def markov_weights(
         "hidden_norm.weight": np.ones(H, np.float32),
         "norm.weight": np.ones(H, np.float32),
         "lm_head.weight": np.zeros((len(known), H), np.float32),
-        "d2t": known,
+        "d2t": offsets(known),
         "markov_head.markov_w1.weight": embedding,
         "markov_head.markov_w2.weight": after,
     }

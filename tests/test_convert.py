@@ -38,6 +38,7 @@ from tests.checkpoints import (
     dspine_reference,
     dspine_specforge,
     dspine_tencent,
+    offsets,
     random_features,
     save,
     speculators,
@@ -287,11 +288,11 @@ REDUCED: dict[str, Maker] = {
 @pytest.mark.parametrize("V", [96, 5000])
 @pytest.mark.parametrize("method", REDUCED)
 def test_verify_reads_any_vocabulary(tmp_path: Path, method: str, V: int) -> None:
-    """Also one with more tokens than the stand-in target has rows for, and a reduced one whose d2t
-    holds ids; a wrong tensor is seen."""
+    """Also one with more tokens than the stand-in target has rows for, and a reduced one; a wrong
+    tensor is seen."""
     config, weights = REDUCED[method](Shape(V=V))
     kept = np.sort(np.random.default_rng(2).choice(V, 40, replace=False))
-    reduced = weights | {"d2t": kept}
+    reduced = weights | {"d2t": offsets(kept)}
     if method == "DSpark":
         rng = np.random.default_rng(3)
         reduced["markov_head.markov_w2.weight"] = rng.normal(size=(40, 8)).astype("f4")

@@ -22,6 +22,7 @@ from tests.checkpoints import (
     Shape,
     dflash_zlab,
     dspine_specforge,
+    offsets,
     random_features,
     tiny_target,
 )
@@ -80,7 +81,7 @@ def test_a_reduced_vocabulary_leaves_out_the_other_tokens_alone(
     proposals = []
     for extra, own in (
         ({"top_k": shape.V}, {}),
-        ({"top_k": 7, "draft_vocab_size": 40}, {"d2t": kept.astype(np.uint32)}),
+        ({"top_k": 7, "draft_vocab_size": 40}, {"d2t": offsets(kept)}),
     ):
         method, config_class = layouts.METHODS["dspine" if "dspine_config" in config else "dflash"]
         layout = layouts.DSPINE_SPECFORGE if method is DSpine else layouts.DFLASH

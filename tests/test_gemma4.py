@@ -20,7 +20,7 @@ from dspine_mlx.convert.settings import GEMMA4_ROPE
 from dspine_mlx.errors import InputError
 from dspine_mlx.gemma4 import Gemma4DSparkConfig, Gemma4Layer
 from dspine_mlx.load import load_drafter
-from tests.checkpoints import Shape, Weights, dspark_gemma4, save
+from tests.checkpoints import Shape, Weights, dspark_gemma4, offsets, save
 from tests.families import SIZES, build
 from tests.tiny import VOCABULARY, drafter_config, plain_steps, random_prompt, randomise
 
@@ -83,7 +83,7 @@ def knowing(weights: Weights, text: list[int]) -> Weights:
         "markov_head.markov_w1.weight": w1.astype(np.float32),
         "markov_head.markov_w2.weight": w2.astype(np.float32),
         "lm_head.weight": weights["lm_head.weight"][tokens],
-        "d2t": np.array(tokens),
+        "d2t": offsets(tokens),
     }
 
 

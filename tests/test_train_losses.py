@@ -27,6 +27,7 @@ from tests.checkpoints import (
     dspark_deepspec,
     dspark_specforge,
     dspine_specforge,
+    offsets,
     tiny_target,
 )
 from tests.training import SHAPE, NumpyLoss, random_batch, softmax
@@ -66,7 +67,7 @@ def reduced(shape: Shape, **extra: Any) -> Checkpoint:
     ids = np.sort(rng.choice(shape.V, 17, replace=False))
     w2 = "markov_head.markov_w2.weight"
     head = rng.normal(size=(17, shape.H)).astype(np.float32) / shape.H**0.5
-    return config, weights | {w2: weights[w2][ids], "d2t": ids, "lm_head.weight": head}
+    return config, weights | {w2: weights[w2][ids], "d2t": offsets(ids), "lm_head.weight": head}
 
 
 def build(checkpoint: Checkpoint) -> tuple[DFlash, Any]:
@@ -152,7 +153,7 @@ def test_the_targets_rows_of_a_reduced_vocabulary_equal_numpy(
     for make, beta in ((dspine_specforge, 0.5), (dflash_zlab, 0.0)):
         config, weights = make(SHAPE, draft_vocab_size=17)
         loss = LossConfig(reference=reference, alignment=alignment)
-        check((config, weights | {"d2t": ids}), loss, 0.4, beta)
+        check((config, weights | {"d2t": offsets(ids)}), loss, 0.4, beta)
 
 
 def test_own_embedding_and_head_equal_numpy() -> None:
@@ -168,7 +169,7 @@ def test_rows_of_a_reduced_vocabulary_tell_how_its_drafts_fare() -> None:
         np.array(batch.gather(batch.hidden, 0)),
         np.array(forward(drafter, batch, CE).base),
     )
-    weights, ids = checkpoint[1], checkpoint[1]["d2t"]
+    weights, ids = checkpoint[1], checkpoint[1]["d2t"] + np.arange(17)
     own = states @ weights["lm_head.weight"].T
     own += weights["markov_head.markov_w1.weight"][np.array(batch.predecessors)] @ (
         weights["markov_head.markov_w2.weight"].T

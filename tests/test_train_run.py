@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
@@ -84,6 +85,12 @@ def weights(folder: Path) -> dict[str, mx.array]:
     return mx.load(str(folder / "drafter" / "model.safetensors"))
 
 
+def vocabulary(folder: Path) -> mx.array:
+    """The target's ids of what a drafter can propose: d2t holds offsets to them."""
+    saved = weights(folder)["d2t"]
+    return saved + mx.arange(saved.size)
+
+
 def equal(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[n], b[n]).item() for n in a)
 
@@ -122,11 +129,11 @@ def test_a_reduced_draft_vocabulary_from_data_to_text(
     held_out = len(answers) // 10
     stop = tokenizer.eos_token_ids
     counts = Counter(t for text in answers[:-held_out] for t in tokenizer.encode(text))
-    saved = weights(folder)
-    kept = saved["d2t"].tolist()
+    saved, ids = weights(folder), vocabulary(folder)
+    kept = ids.tolist()
     assert kept == sorted(kept)
     assert {token for token, _ in counts.most_common(10)} | set(stop) <= set(kept)
-    head = Target(model).head_rows(saved["d2t"])
+    head = Target(model).head_rows(ids)
     drafter = load_drafter(folder / "drafter", model)
     if method == "dspark":
         assert saved["lm_head.weight"].shape == head.shape == (24, 32)
@@ -135,12 +142,24 @@ def test_a_reduced_draft_vocabulary_from_data_to_text(
         assert "lm_head.weight" not in saved
         states = mx.random.normal((3, 32), key=mx.random.key(0))
         own, every = drafter.target.head(states), Target(model).head(states)
-        assert mx.allclose(own, every[:, saved["d2t"]], rtol=1e-5, atol=1e-5)
+        assert mx.allclose(own, every[:, ids], rtol=1e-5, atol=1e-5)
     prompt = tokenizer.encode("What is 3 + 1?")
     plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
     assert generate(model, tokenizer, prompt, drafter, max_tokens=12) == plain
     proposal = drafter.propose(prompt[0], drafter.no_features(), drafter.make_cache())
     assert set(proposal.candidates.flatten().tolist()) <= set(kept)
+
+
+def test_a_reduced_draft_vocabulary_as_published(tmp_path: Path, target: Path, data: Path) -> None:
+    """Other readers expect offsets, and which of the target's tokens can be drafted."""
+    folder, settings = tmp_path / "run", {"drafter__draft_vocab_size": 24}
+    result = start(folder, target, data, "--export", "hf", method="dspark", **settings)
+    assert result.exit_code == 0, result.output
+    saved, ids = weights(folder), vocabulary(folder)
+    assert saved["d2t"].dtype == mx.int64
+    assert np.flatnonzero(saved["t2d"]).tolist() == ids.tolist()
+    model, _ = mlx_lm.load(str(target))
+    assert load_drafter(folder / "drafter", model)["d2t"].tolist() == ids.tolist()
 
 
 def test_a_finished_run_gives_its_drafter_again(
@@ -180,7 +199,7 @@ def test_a_warm_start_brings_its_draft_vocabulary(tmp_path: Path, target: Path, 
     options = ("--warm-start", first / "drafter")
     result = start(tmp_path / "second", target, others, *options, drafter__draft_vocab_size=24)
     assert result.exit_code == 0, result.output
-    assert weights(tmp_path / "second")["d2t"].tolist() == weights(first)["d2t"].tolist()
+    assert vocabulary(tmp_path / "second").tolist() == vocabulary(first).tolist()
 
 
 def test_a_dspark_head_follows_the_draft_vocabulary_of_a_warm_start(
@@ -197,8 +216,9 @@ def test_a_dspark_head_follows_the_draft_vocabulary_of_a_warm_start(
     assert result.exit_code == 0, result.output
     saved = weights(tmp_path / "second")
     model, _ = mlx_lm.load(str(target))
-    assert saved["d2t"].tolist() == weights(first)["d2t"].tolist()
-    assert mx.allclose(saved["lm_head.weight"], Target(model).head_rows(saved["d2t"]), atol=1e-4)
+    ids = vocabulary(tmp_path / "second")
+    assert ids.tolist() == vocabulary(first).tolist()
+    assert mx.allclose(saved["lm_head.weight"], Target(model).head_rows(ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspine"])
@@ -213,7 +233,7 @@ def test_a_resumed_run_keeps_its_draft_vocabulary_where_the_data_grew(
     with grown.open("a") as file:
         file.write(f"{row}\n" * 40)
     drafter = build(Run.read(folder), folder).trainer.drafter
-    assert drafter.d2t.tolist() == weights(folder)["d2t"].tolist()
+    assert drafter.d2t.tolist() == vocabulary(folder).tolist()
     states = mx.random.normal((3, 32), key=mx.random.key(0))
     own, every = drafter.target.head(states), drafter.verifier.head(states)
     assert mx.allclose(own, every[:, drafter.d2t], rtol=1e-5, atol=1e-5)

@@ -151,7 +151,7 @@ class NumpyLoss:
 
     def proposed(self, w: Weights, c: Config, states: np.ndarray, bias: Any = 0.0) -> np.ndarray:
         """Logits of the whole vocabulary: -inf of what the drafter can't propose."""
-        ids = w.get("d2t", np.arange(len(self.head.head))).astype(int)
+        ids = reference.draft_tokens(w, c, self.head)
         logits = np.full(len(self.head.head), -np.inf)
         head = w.get("lm_head.weight", self.head.head[ids])
         logits[ids] = reference.scale_logits(c, head @ states) + bias

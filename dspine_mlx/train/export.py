@@ -49,6 +49,8 @@ def export(
     weights = dict(tree_flatten(drafter.parameters()))
     if hf and isinstance(drafter, DSpine):
         weights = torch_names(weights)
+    if "d2t" in weights:
+        weights |= vocabulary_map(weights["d2t"], drafter.config.vocab_size)
     weights = {
         n: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in weights.items()
     }
@@ -74,6 +76,14 @@ def check_layout(method: type[DFlash], draft_vocab_size: int | None, hf: bool) -
             f"draft_vocab_size is {draft_vocab_size}, which the hf layout takes for DSpark only; "
             "export in the mlx layout, or leave it out"
         )
+
+
+def vocabulary_map(ids: mx.array, vocab_size: int) -> dict[str, mx.array]:
+    """A reduced draft vocabulary as published: d2t, offsets from its tokens to the target's ids,
+    and t2d, which of the target's tokens are in it."""
+    known = mx.zeros((vocab_size,), mx.bool_)
+    known[ids] = True
+    return {"d2t": ids.astype(mx.int64) - mx.arange(ids.size, dtype=mx.int64), "t2d": known}
 
 
 def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from dspine_mlx.config import DrafterConfig, DSpineConfig
@@ -28,7 +29,7 @@ from dspine_mlx.dflash import DFlash
 from dspine_mlx.dspark import DSpark
 from dspine_mlx.errors import InputError
 
-CODES = "transfer_codes.weight"
+CODES, T2D = "transfer_codes.weight", "t2d"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,10 @@ class Checkpoint:
         paths = self.sources if paths is None else paths
         names = {name for path in paths for name in self.sources[path]}
         loaded = load_tensors({name: self.tensors[name] for name in names})
-        return {path: assemble(self.layout, path, self.sources[path], loaded) for path in paths}
+        arrays = {path: assemble(self.layout, path, self.sources[path], loaded) for path in paths}
+        if "d2t" in arrays and T2D in self.tensors:
+            check_vocabulary(arrays["d2t"], load_tensors({T2D: self.tensors[T2D]})[T2D])
+        return arrays
 
 
 def wanted_shape(layout: Layout, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[int]:
@@ -121,6 +125,15 @@ def assemble(
         start = mx.arange(value.size) if layout.offsets else 0
         return (value + start).astype(mx.uint32)
     return value
+
+
+def check_vocabulary(ids: mx.array, known: mx.array) -> None:
+    """Refuse a draft vocabulary of other ids [Vd] than those which t2d [V] marks."""
+    if ids.tolist() != np.flatnonzero(known).tolist():
+        raise InputError(
+            "d2t leads to other tokens than t2d marks; it must hold offsets, to be added to 0, 1, "
+            "2 ..."
+        )
 
 
 def parameters(layout: Layout, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -30,7 +30,7 @@ from dspine_mlx.selection import select
 
 log = logging.getLogger(__name__)
 CACHE = Path.home() / ".cache" / "dspine-mlx"
-FORMAT = 1
+FORMAT = 2
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
 PLAIN = (
     12  # tokens of plain decoding timed together: its first ones find the caches of the CPU cold
@@ -275,10 +275,10 @@ class Bench:
         self.forward(8)
         drafter.extend(self.features, self.draft_cache)
 
-    def forward(self, width: int) -> mx.array:
+    def forward(self, width: int, start: bool = False) -> mx.array:
         tokens = mx.zeros((width,), mx.uint32)
         logits, self.features = self.target.forward(
-            tokens, self.cache, self.drafter.config.target_layer_ids
+            tokens, self.cache, self.drafter.config.target_layer_ids, start
         )
         return mx.argmax(logits, axis=-1)
 
@@ -286,7 +286,7 @@ class Bench:
         """A verify forward and the way back to half of it, which recurrent layers replay."""
         self.rollback.checkpoint()
         with self.rollback.verifying(mx.zeros((width,), mx.uint32)):
-            predicted = self.forward(width)
+            predicted = self.forward(width, start=True)
         mx.eval(predicted, self.features)
         self.rollback.accept((width + 1) // 2)
         mx.eval([c.state for c in self.cache])

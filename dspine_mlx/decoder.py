@@ -122,7 +122,7 @@ class Decoder:
 
     While tokens are yielded the caches may be ahead of the text: `rows` of the rows fed since the
     last checkpoint belong to it, and `pending` is a yielded token that has no row yet. From these
-    `settle` brings every cache to the yielded text, whenever the generation ends.
+    `settle` brings caches that are kept to the yielded text, whenever the generation ends.
     """
 
     drafter: DFlash
@@ -345,7 +345,10 @@ class Decoder:
     def settle(self) -> None:
         """Bring all caches to the yielded text if they are kept, also after an error or an early
         close; the text can't be continued then."""
-        if self.kept and not self.settled:
+        if self.settled:
+            return
+        self.settled = True
+        if self.kept:
             self.commit()
             if self.pending is not None:
                 self.feed(self.pending)
@@ -353,7 +356,6 @@ class Decoder:
                 self.commit()
             self.context.catch_up()
             mx.async_eval([c.state for c in self.prompt_cache])
-        self.settled = True
         self.context.wanted = always  # it holds this decoder: no cycle may keep the caches alive
 
 

@@ -36,7 +36,7 @@ def decode(
 ) -> Generator[Token, None, None]:
     """mlx-lm's generate_step with a drafter: prefill, then rounds or plain decoding.
 
-    On every exit the prompt cache holds the prompt and exactly the yielded tokens; an exit from
+    On every exit a caller's prompt cache holds the prompt and exactly the yielded tokens; one from
     prefill leaves the chunks that were done. Only the work runs on the stream, never the caller.
     """
     with mx.stream(stream):

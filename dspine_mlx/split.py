@@ -64,7 +64,7 @@ class TimedContext(DraftContext):
     def propose(self, anchor: mx.array, features: mx.array) -> Proposal:
         with self.watch.timing("draft"):
             proposal = super().propose(anchor, features)
-            mx.eval(proposal if proposal.best is None else proposal.best)
+            mx.eval(proposal)
         return proposal
 
 

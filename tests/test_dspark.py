@@ -293,6 +293,14 @@ def test_ids_in_place_of_offsets_are_refused(model: qwen3.Model, tmp_path: Path)
         load_drafter(write(tmp_path / "d", weights, draft_vocab_size=20), model)
 
 
+def test_ids_that_could_be_offsets_are_seen_by_t2d(model: qwen3.Model, tmp_path: Path) -> None:
+    weights = tensors(draft=3)
+    weights |= {"lm_head.weight": mx.zeros((3, D)), "d2t": mx.array([1, 2, 5])}
+    weights["t2d"] = mx.array(np.isin(np.arange(V), [1, 2, 5]))
+    with pytest.raises(InputError, match="other tokens than t2d marks"):
+        load_drafter(write(tmp_path / "d", weights, draft_vocab_size=3), model)
+
+
 def test_shipped_temperatures_divide_the_logit(model: qwen3.Model, tmp_path: Path) -> None:
     weights, temperatures = tensors(), [0.5, 1, 2, 3, 4]
     plain = load_drafter(write(tmp_path / "plain", weights), model)

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scipy import stats
 
 import dspine_mlx
-from dspine_mlx.decoder import OWNERS
+from dspine_mlx.decoder import OWNERS, DraftContext
 from dspine_mlx.dflash import Proposal
 from dspine_mlx.dspine import DSpine
 from dspine_mlx.errors import InputError
@@ -147,6 +147,28 @@ def test_an_interrupted_proposal_leaves_all_caches_equal(
 def collect(responses: Iterator[Any], seen: list[int]) -> None:
     for response in responses:
         seen.append(response.token)
+
+
+def test_a_text_whose_end_failed_does_not_go_on(
+    model: nn.Module, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caches are no longer where it left them."""
+    prompt, cache = random_prompt(9), make_prompt_cache(model)
+    text = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=20)]
+    drafter = scripted(model, prompt + text, "right")
+    options: dict[str, Any] = {"prompt_cache": cache, "max_tokens": 20, "verify_length": 7}
+    suspended = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
+    assert [next(suspended).token for _ in range(3)] == text[:3]
+
+    def interrupt(context: DraftContext) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftContext, "catch_up", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(dspine_mlx.stream_generate(model, tokenizer, [5], drafter, **options))
+    with pytest.raises(RuntimeError, match="taken over"):
+        next(suspended)
 
 
 def test_quantised_drafter_caches_are_replaced(

@@ -188,6 +188,18 @@ def test_a_finished_run_gives_its_drafter_again(
     assert mx.array_equal(saved["fc.weight"], best["fc.weight"])
 
 
+def test_a_finished_run_without_held_out_data_keeps_its_drafter(
+    tmp_path: Path, target: Path
+) -> None:
+    data, folder = tmp_path / "few.jsonl", tmp_path / "run"
+    data.write_text(json.dumps({"prompt": "Say it.", "completion": "Two and two."}) + "\n")
+    assert start(folder, target, data, "--dtype", "float32").exit_code == 0
+    before = weights(folder)
+    result = call("run", folder, "--resume", "--export", "hf")
+    assert "move it away" in result.output
+    assert equal(weights(folder), before)
+
+
 def test_a_warm_start_brings_its_draft_vocabulary(tmp_path: Path, target: Path, data: Path) -> None:
     """Also where the new data's most frequent tokens are others."""
     first, others = tmp_path / "first", tmp_path / "others.jsonl"

@@ -262,9 +262,10 @@ def train(
     """Steps until the end, an early stop or `stop()`; whether training is finished.
 
     Checkpoints go to folder. `export` is called whenever the held-out acceptance is the best so
-    far, or at the end if nothing is held out.
+    far, or after the last step if nothing is held out.
     """
     log, config = Log(folder / "log.jsonl", trainer.step), trainer.config
+    finished_before = trainer.finished
     while not trainer.finished and not stop():
         record = trainer.train_step()
         due = trainer.step % config.evaluate_every == 0 or trainer.step == config.steps
@@ -277,6 +278,6 @@ def train(
         if trainer.step % config.save_every == 0:
             trainer.save(folder)
     trainer.save(folder)
-    if trainer.finished and not held_out.sequences:
+    if trainer.finished and not (finished_before or held_out.sequences):
         export()
     return trainer.finished

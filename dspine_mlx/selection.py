@@ -37,8 +37,9 @@ def select(
     Nothing is evaluated here. With a sampler the draws come from `mx.random`'s global state.
     """
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
-    if sampler is None and proposal.best is not None and not weigh:
-        return Draft(proposal.best, candidates, None)
+    if sampler is None and proposal.best is not None:
+        known = until_stop(proposal.best, best_evidence(proposal), stop) if weigh else None
+        return Draft(proposal.best, candidates, None, known)
     noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
     if sampler is not None:
         if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
@@ -65,11 +66,16 @@ def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:
 
 
 def judged(proposal: Proposal, path: mx.array, law: mx.array, stop: mx.array | None) -> mx.array:
-    """A path's evidence [M], which is -inf after a stop token."""
+    """A path's evidence: [M]."""
     known = evidence(proposal.confidence, path, law)
+    return until_stop(tokens_on(proposal, path), known, stop)
+
+
+def until_stop(tokens: mx.array, known: mx.array, stop: mx.array | None) -> mx.array:
+    """Evidence [M], -inf after a stop token."""
     if stop is None or stop.size == 0:
         return known
-    ends = (tokens_on(proposal, path)[:, None] == stop).any(axis=-1)
+    ends = (tokens[:, None] == stop).any(axis=-1)
     return mx.where(mx.cumsum(ends, axis=0, inclusive=False) > 0, -mx.inf, known)
 
 
@@ -81,9 +87,21 @@ def evidence(confidence: mx.array | None, path: mx.array, law: mx.array) -> mx.a
     """
     if confidence is not None:
         before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
-        c = mx.take_along_axis(confidence, before[:, None], axis=1)[:, 0]
-        return mx.log(c) - mx.log1p(-c)
+        return log_odds(mx.take_along_axis(confidence, before[:, None], axis=1)[:, 0])
     rows = mx.log(law)
     top = mx.argmax(rows, axis=-1, keepdims=True)
     others = mx.where(mx.arange(rows.shape[-1]) == top, -mx.inf, rows)
     return rows.max(axis=-1) - mx.logsumexp(others, axis=-1)
+
+
+def best_evidence(proposal: Proposal) -> mx.array:
+    """The same of the first candidates of slots that pick on their own: no law is needed."""
+    if proposal.confidence is not None:
+        return log_odds(proposal.confidence[:, 0])
+    scores = mx.concatenate([proposal.first[None], proposal.transitions[:, 0]])
+    others = mx.where(mx.arange(scores.shape[1]) > 0, scores, -mx.inf)
+    return scores[:, 0] - mx.logsumexp(others, axis=-1)
+
+
+def log_odds(chance: mx.array) -> mx.array:
+    return mx.log(chance) - mx.log1p(-chance)

@@ -74,17 +74,33 @@ def test_greedy_selection_takes_the_best_of_each_row() -> None:
     assert draft.q is None
 
 
-@pytest.mark.parametrize("cap", [None, 1e-3])
-def test_slots_on_their_own_need_no_walk(cap: float | None) -> None:
-    """Their best tokens are what the walk finds, also where a cap makes scores equal; what is not
-    asked for is not there."""
-    drafter = tiny_dflash(tiny_target(), final_logit_softcapping=cap)
+@pytest.mark.parametrize(("cap", "top_k"), [(None, 16), (1e-3, 16), (None, 1)])
+def test_slots_on_their_own_need_no_walk(cap: float | None, top_k: int) -> None:
+    """Their best tokens and the evidence are what the walk finds, also where a cap makes scores
+    equal."""
+    drafter = tiny_dflash(tiny_target(), final_logit_softcapping=cap, top_k=top_k)
     proposal = drafter.propose(3, drafter.no_features(), drafter.make_cache())
     assert proposal.best is not None
-    short, walked = select(proposal, weigh=False), select(proposal)
-    assert short.tokens.tolist() == walked.tokens.tolist() == proposal.best.tolist()
-    assert short.evidence is None
-    assert walked.evidence is not None
+    stop = proposal.best[3:4]
+    for own in (proposal, proposal._replace(confidence=mx.full(proposal.candidates.shape, 0.8))):
+        short, walked = select(own, stop=stop), select(own._replace(best=None), stop=stop)
+        assert short.tokens.tolist() == walked.tokens.tolist()
+        assert short.evidence is not None
+        assert walked.evidence is not None
+        assert mx.allclose(short.evidence, walked.evidence, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", [None, Sampler(temp=0.7)])
+def test_evidence_is_there_if_asked_for(sampler: Sampler | None) -> None:
+    """It has no part in what is picked."""
+    drafts = []
+    for weigh in (True, False):
+        mx.random.seed(5)
+        drafts.append(select(random_proposal(4, 6, 30), sampler, weigh=weigh))
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+    assert drafts[0].evidence is not None
+    assert drafts[1].evidence is None
+    assert drafts[1].outlook is None
 
 
 def path_law(proposal: Proposal, temperature: float) -> np.ndarray:

@@ -15,10 +15,10 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.errors import InputError
+from dspine_mlx.policy import Policy
 from dspine_mlx.response import Statistics
 from dspine_mlx.rollback import Rollback
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.schedule import Policy
 from dspine_mlx.selection import Draft, select
 from dspine_mlx.verification import accept
 

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.calibration import Calibration, chance_errors, fit, survival_errors, uncalibrated
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.generate import stream_generate
-from dspine_mlx.schedule import Fixed
+from dspine_mlx.policy import Fixed
 from dspine_mlx.selection import Draft
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +27,7 @@ from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.ledger import FIRST, Ledger
 from dspine_mlx.lengths import admitted, verify_length, worth
+from dspine_mlx.policy import Fixed, Policy
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft
@@ -44,67 +44,6 @@ HOPE = 1.1  # speed that perfect drafts must reach for a probe to be worth it
 CHECK, STRETCH = 16, 3  # rounds, at least, before STRETCH plain tokens are timed again
 CLEAR = 1.5  # expected speed from which that is not needed
 MEMORY = 16  # rounds over which tokens and seconds fade
-
-
-class Policy(Protocol):
-    """What generation asks, and tells."""
-
-    parked: bool  # plain decoding, until further notice
-    weighs: bool  # lengths depend on the draft's evidence, which is then computed with the draft
-
-    def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
-        """A new text starts after depth tokens."""
-
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
-
-    def learn(self, accepted: int, offered: int) -> None:
-        """The round is over; accepted of the offered tokens stood."""
-
-    def probing(self, depth: int) -> bool:
-        """Whether to draft now while decoding plainly, only to be watched."""
-
-    def watch(self, draft: Draft) -> None:
-        """A draft that the next plain tokens will be compared with."""
-
-    def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
-        """A plain token, which the caller has waited for since the clock's reading waiting."""
-
-    def hopeless(self, depth: int) -> bool:
-        """Whether plain decoding wins even if every drafted token stands."""
-
-    def verdict(self, depth: int) -> str:
-        """In words, how the text was made."""
-
-
-@dataclass
-class Fixed:
-    """Always the same length; 0 is plain decoding."""
-
-    tokens: int
-    parked: bool = False
-    weighs: bool = False
-
-    def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
-        self.parked = self.tokens == 0
-
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        return min(self.tokens, limit)
-
-    def learn(self, accepted: int, offered: int) -> None: ...
-
-    def probing(self, depth: int) -> bool:
-        return False
-
-    def watch(self, draft: Draft) -> None: ...
-
-    def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None: ...
-
-    def hopeless(self, depth: int) -> bool:
-        return False
-
-    def verdict(self, depth: int) -> str:
-        return ""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from dspine_mlx.decoder import Decoder, DraftContext, Token
 from dspine_mlx.dflash import DFlash, Proposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import make_caches
-from dspine_mlx.schedule import Fixed, Policy
+from dspine_mlx.policy import Fixed, Policy
 from dspine_mlx.selection import Draft
 
 HOST = "host"  # what is left: policy, Python between the parts, the reader of the text

@@ -67,15 +67,16 @@ VARIANTS = {
     "DSpine, no curriculum": Variant(loss=ALIGN | {"replacement_probability": 0.0}),
     "DSpine, bidirectional": Variant(loss=ALIGN, bidirectional=True),
     "DSpark, first proposal from a mask": Variant("dspark"),
-    "DFlash, CE against the text": Variant("dflash", PUBLISHED | {"ce_weight": 1.0}),
-    "DFlash, CE down to .5": Variant("dflash", HALF),
-    "DFlash, CE down to .2": Variant("dflash"),
-    "DSpark, published losses": Variant("dspark", PUBLISHED, first_slot=0),
-    "DSpark, CE down to .5": Variant("dspark", HALF, first_slot=0),
-    "DSpine, published losses": Variant(loss=PUBLISHED | ALIGN),
-    "DSpine, CE down to .5": Variant(loss=HALF | ALIGN),
+    "DFlash, losses as published": Variant("dflash", PUBLISHED | {"ce_weight": 1.0}),
+    "DFlash, losses: CE down to .5": Variant("dflash", HALF),
+    "DFlash, losses: CE down to .2": Variant("dflash"),
+    "DSpark, losses as published": Variant("dspark", PUBLISHED, first_slot=0),
+    "DSpark, losses: CE down to .5": Variant("dspark", HALF, first_slot=0),
+    "DSpine, losses as published": Variant(loss=PUBLISHED | ALIGN),
+    "DSpine, losses: CE down to .5": Variant(loss=HALF | ALIGN),
 }
 TABLE = list(VARIANTS)[:7]
+MIXES = [n for m in TABLE[:3] for n in VARIANTS if n == m or (n.startswith(m) and "losses" in n)]
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},
@@ -129,7 +130,7 @@ def main(
                 run = configure(base, VARIANTS[name], rank)
                 run = replace(run, train=replace(run.train, seed=seed))
                 one_run(run, name, folder, prompts)
-            write_table(folder, names)
+            (folder / "table.md").write_text(table(folder, names), encoding="utf-8")
 
 
 def configure(base: Run, variant: Variant, rank: int) -> Run:
@@ -202,8 +203,8 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
 
 
-def write_table(folder: Path, names: list[str]) -> None:
-    """folder/table.md from the results that are there."""
+def table(folder: Path, names: list[str]) -> str:
+    """Variants in Markdown, from the results that are there."""
     lines = [
         "| | seeds | greedy | T = 1 | greedy, against DSpine | prompt lookup: greedy, T = 1 | "
         "CPU-minutes a run |",
@@ -224,7 +225,7 @@ def write_table(folder: Path, names: list[str]) -> None:
         minutes = f"{np.mean(seconds) / 60:.1f}" if seconds else "not measured"
         row = [name, str(len(rows)), *cells, lookup, minutes]
         lines.append(f"| {' | '.join(row)} |")
-    (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def against(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from recipes import word_problems
-from recipes.ablation import TABLE, against, main, write_table
+from recipes.ablation import MIXES, TABLE, against, main, table
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,8 +24,7 @@ def test_the_table_pools_seeds_and_pairs_prompts(tmp_path: Path) -> None:
     rows = [record("DSpine", 0, [[10, 10], [30, 10]]), record("DSpine", 1, [[20, 10], [20, 10]])]
     rows.append(record("DFlash", 1, [[5, 10], [5, 10]]))
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    write_table(tmp_path, ["DFlash", "DSpark", "DSpine"])
-    _, _, dflash, dspine = (tmp_path / "table.md").read_text().splitlines()
+    _, _, dflash, dspine = table(tmp_path, ["DFlash", "DSpark", "DSpine"]).splitlines()
     cells = [cell.strip() for cell in dflash.strip("|").split("|")]
     assert cells == ["DFlash", "1", *["1.50 (1.50 to 1.50)"] * 2] + [
         "-50.0 % (-50.0 to -50.0)",
@@ -54,14 +53,12 @@ def test_what_would_be_ignored_is_refused(option: str, value: str, reason: str) 
     assert reason in result.output
 
 
-@pytest.mark.parametrize(("name", "rows"), [("demo", TABLE), ("smollm2", TABLE[:3])])
-def test_the_page_has_the_table_of_the_results(tmp_path: Path, name: str, rows: list[str]) -> None:
-    home = ROOT / "recipes" / "results" / name
-    (tmp_path / "results.jsonl").write_bytes((home / "results.jsonl").read_bytes())
-    write_table(tmp_path, rows)
-    table = (tmp_path / "table.md").read_text()
-    assert table == (home / "table.md").read_text()
-    assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("name", "rows"), [("demo", TABLE), ("demo", MIXES), ("smollm2", TABLE[:3])]
+)
+def test_the_page_has_the_tables_of_the_results(name: str, rows: list[str]) -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    assert table(ROOT / "recipes" / "results" / name, rows) in page
 
 
 def test_questions_are_distinct_and_end_where_a_template_does(

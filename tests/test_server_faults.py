@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspine_mlx.server.call import Call
 from dspine_mlx.server.validation import CHECKS, NUMBERS
 from tests.bench.server_load import expected_replies, terminate_under_load
 from tests.serving import ALL, UNICODE, Server, start, usage, wait_until_up
@@ -215,6 +216,19 @@ def test_an_api_key_guards_all_but_health(scripted: tuple[str, str], tmp_path: P
     assert server.request("/health").status == 200
     server.process.terminate()
     assert server.process.wait(10) == 0
+
+
+def test_a_connection_closed_on_either_end_is_seen() -> None:
+    for closed in (0, 1):
+        ends = socket.socketpair()
+        call = Call(ends[0])
+        assert not call.disconnected()
+        ends[1].send(b"a pipelined request")
+        assert not call.disconnected()
+        ends[0].recv(100)
+        ends[closed].close()
+        assert call.disconnected()
+        ends[1 - closed].close()
 
 
 def test_sigterm_under_load_ends_the_process(scripted: tuple[str, str], tmp_path: Path) -> None:

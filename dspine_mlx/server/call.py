@@ -89,16 +89,14 @@ class Call:
             raise self.failure
 
     def disconnected(self) -> bool:
-        """Whether the client has closed its end, as far as the socket knows; never waits."""
+        """Whether either end is closed, as far as the socket knows; never waits."""
         if self.connection is None:
             return False
         poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
-        if not poll.poll(0):
-            return False
         try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except OSError:
+            poll.register(self.connection, select.POLLIN)
+            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):  # ValueError: closed here, while the server ends
             return True
 
 

@@ -32,9 +32,7 @@ log = logging.getLogger(__name__)
 CACHE = Path.home() / ".cache" / "dspine-mlx"
 FORMAT = 2
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
-PLAIN = (
-    12  # tokens of plain decoding timed together: its first ones find the caches of the CPU cold
-)
+PLAIN = 12  # tokens of plain decoding timed together: the first find the CPU's caches cold
 SECONDS = 3.0  # a measurement stops repeating after about this long
 NOISE, WANDER = 0.15, 0.03  # of one step's log-time; of its mean from step to step
 BALANCE = 30  # FLOP a byte at which Apple GPUs turn from bandwidth- to compute-bound (M1 38, M5 26)

@@ -192,8 +192,7 @@ def stream_generate(
         prompt_checkpoints: {n: f}: when n tokens of the prompt are in the caches, f gets their
             list (to copy it; see `dspine_mlx.prefix`). Ignored without a drafter.
         verify_length: drafted tokens offered to the target per round: an int, "auto", or a
-            policy (see `dspine_mlx.policy`).
-            0 is plain decoding.
+            policy (see `dspine_mlx.policy`). 0 is plain decoding.
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
 

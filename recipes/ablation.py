@@ -76,7 +76,7 @@ VARIANTS = {
     "DSpine, losses: CE down to .5": Variant(loss=HALF | ALIGN),
 }
 TABLE = list(VARIANTS)[:7]
-MIXES = [n for m in TABLE[:3] for n in VARIANTS if n == m or (n.startswith(m) and "losses" in n)]
+MIXES = [n for m in TABLE[:3] for n in VARIANTS if n == m or n.startswith(f"{m}, losses")]
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},

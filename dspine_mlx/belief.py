@@ -1,12 +1,18 @@
 """What a text teaches about a drafter's chances, on top of its calibration."""
 
-import mlx.core as mx
-import numpy as np
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
-from dspine_mlx.calibration import Calibration, sigmoid
+from dspine_mlx.calibration import Calibration
 
 MEMORY = 64  # rounds over which the usual log-odds are averaged
 OWN = 4.0  # information that a slot's being like the others is worth
+
+
+def sigmoid(x: float) -> float:
+    return 0.5 + 0.5 * math.tanh(0.5 * x)
 
 
 class Belief:
@@ -19,16 +25,14 @@ class Belief:
     def __init__(self, calibration: Calibration):
         slots = len(calibration.biases)
         self.calibration = calibration
-        self.common, self.own = 0.0, np.zeros(slots)
-        self.usual, self.rounds = np.zeros(slots), 0  # log-odds of each slot, on average
+        self.common, self.own = 0.0, [0.0] * slots
+        self.usual, self.rounds = [0.0] * slots, 0  # log-odds of each slot, on average
         self.least = 4.0 if calibration.rounds else 1.0  # information that the start is worth
-        self.information, self.own_information = self.least, np.full(slots, OWN)
+        self.information, self.own_information = self.least, [OWN] * slots
 
-    def log_odds(self, evidence: mx.array) -> np.ndarray:
-        return self.calibration.log_odds(np.array(evidence, np.float64))
-
-    def chances(self, log_odds: np.ndarray) -> np.ndarray:
-        return sigmoid(log_odds + self.common + self.own[: log_odds.shape[-1]])
+    def chances(self, log_odds: Sequence[float]) -> list[float]:
+        """Of each slot, given that the ones before it stand."""
+        return [sigmoid(x + self.common + own) for x, own in zip(log_odds, self.own, strict=False)]
 
     def update(self, slot: int, chance: float, stood: float) -> None:
         surprise, information = stood - chance, chance * (1 - chance)
@@ -38,24 +42,28 @@ class Belief:
         self.own_information[slot] = kept + information
         self.own[slot] += surprise / self.own_information[slot]
 
-    def survival(self, log_odds: np.ndarray) -> np.ndarray:
-        """[M, M]: chance that n = 1 .. M tokens stand in a block drafted j = 0 .. M - 1 tokens
-        later, where each token is as much easier or harder than its slot's usual as it is in this
-        block. What lies beyond this block is as usual.
-        """
+    def survival(self, log_odds: Sequence[float]) -> list[list[float]]:
+        """Rows j = 1 .. M - 1 of the chances that n = 1 .. M - j tokens stand in a block drafted
+        after token j, where each token is as much easier or harder than its slot's usual as it is
+        in this block."""
         M = len(log_odds)
-        usual, slots = self.usual[:M] if self.rounds else log_odds, np.arange(M)
-        ease = np.append(log_odds - usual, np.zeros(M))
-        return np.cumprod(self.chances(ease[slots[:, None] + slots] + usual), axis=1)
+        usual = self.usual[:M] if self.rounds else log_odds
+        ease = [x - u for x, u in zip(log_odds, usual, strict=True)]
+        slots = [u + self.common + own for u, own in zip(usual, self.own, strict=False)]
+        return [
+            list(accumulate(map(sigmoid, map(sum, zip(slots, ease[j:], strict=False))), mul))
+            for j in range(1, M)
+        ]
 
-    def round_over(self, log_odds: np.ndarray) -> None:
+    def round_over(self, log_odds: Sequence[float]) -> None:
         """A block with these log-odds has been tested."""
         self.rounds += 1
-        self.usual += (log_odds - self.usual) / min(self.rounds, MEMORY)
-        self.own *= 0.99
+        share = 1 / min(self.rounds, MEMORY)
+        self.usual = [u + share * (x - u) for u, x in zip(self.usual, log_odds, strict=True)]
+        self.own = [0.99 * own for own in self.own]
 
     def relax(self) -> None:
         """Another text: what was learnt counts for half, and is soon unlearnt."""
-        self.common, self.own = self.common / 2, self.own / 2
+        self.common, self.own = self.common / 2, [own / 2 for own in self.own]
         self.information = self.least
-        self.own_information[:] = OWN
+        self.own_information = [OWN] * len(self.own)

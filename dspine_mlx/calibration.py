@@ -13,6 +13,7 @@ fall most.
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -65,6 +66,15 @@ class Calibration:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""
         return calibrated(evidence, *self.arrays)
 
+    def block_log_odds(self, evidence: list[float]) -> list[float]:
+        """The same for the M slots of one block, in the plain floats that a round works with."""
+        return [calibrated_slot(x, *slot) for x, slot in zip(evidence, self.slots, strict=True)]
+
+    @cached_property
+    def slots(self) -> list[tuple[float, float, float]]:
+        T, b, s = self.arrays
+        return list(zip(T.tolist(), b.tolist(), s.tolist(), strict=True))
+
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = np.array(self.temperatures)
@@ -81,6 +91,14 @@ def calibrated(
     x = np.where(np.isnan(evidence), 0.0, evidence).clip(-LIMIT, LIMIT)
     odds = np.where(x < 0, slope, 1 / temperature) * x + bias
     return np.where(np.isneginf(evidence), -LIMIT, odds)
+
+
+def calibrated_slot(evidence: float, temperature: float, bias: float, slope: float) -> float:
+    """`calibrated` for a single number."""
+    if evidence == -math.inf:
+        return -LIMIT
+    x = 0.0 if math.isnan(evidence) else min(max(evidence, -LIMIT), LIMIT)
+    return (slope if x < 0 else 1 / temperature) * x + bias
 
 
 def uncalibrated(slots: int) -> Calibration:

@@ -101,20 +101,22 @@ class Costs:
         common, own = (0.3, 0.1) if curve.measured else (3.0, 0.5)
         self.x, self.covariance = np.zeros(n), common**2 + own**2 * alike
         self.wander = WANDER**2 + (WANDER / 8) ** 2 * alike
-        self.depth, self.base = -1, np.zeros(0)
+        self.depth, self.seconds = -1, list[float]()  # of the last prediction
 
-    def predict(self, depth: int) -> np.ndarray:
+    def predict(self, depth: int) -> list[float]:
+        """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""
         if depth != self.depth:
-            self.depth, self.base = depth, self.curve.at(depth)
-        return self.base * np.exp(self.x)
+            self.depth = depth
+            self.seconds = (self.curve.at(depth) * np.exp(self.x)).tolist()
+        return self.seconds
 
     def plain(self, depth: int) -> float:
-        return float(self.predict(depth)[0])
+        return self.predict(depth)[0]
 
     def draft(self, depth: int) -> float:
-        return float(self.predict(depth)[-1])
+        return self.predict(depth)[-1]
 
-    def verify(self, depth: int) -> np.ndarray:
+    def verify(self, depth: int) -> list[float]:
         """Seconds of a forward over 1 .. M + 1 rows."""
         return self.predict(depth)[1:-1]
 
@@ -137,6 +139,7 @@ class Costs:
         limit = 3 * math.sqrt(variance)  # a pause of the machine is no cost
         self.x += column / variance * min(limit, max(-limit, surprise))
         self.covariance -= np.outer(column, column) / variance
+        self.depth = -1
 
 
 def costs_of(drafter: DFlash, measured: bool = True) -> Costs:

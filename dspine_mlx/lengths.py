@@ -8,31 +8,34 @@ and w_j the seconds that token j saves when it stands, a round should offer
 `verify_length` is for greedy targets and one-hot drafts, where any rule is lossless; `admitted` for
 sampled drafts, where row k may depend on the tokens up to the one it feeds, because the token after
 the last row is tested too. `worth` finds w by backward induction.
+
+Plain floats throughout: between two forwards the processor's caches are cold, and a call into NumPy
+costs more than the arithmetic of a block.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
-import numpy as np
+Floats = Sequence[float]
 
 
-def verify_length(
-    chances: np.ndarray, seconds: np.ndarray, worth: float | Sequence[float] | np.ndarray
-) -> int:
+def verify_length(chances: Floats, seconds: Floats, worth: Floats) -> int:
     """argmax_l a_1 w_1 + ... + a_l w_l - seconds[l], a the running product of the chances.
 
     chances: of each drafted token given the ones before; seconds[l]: a forward over 1 + l rows;
-    worth: seconds that each token saves, or all alike. Steps in the costs are looked across.
+    worth: seconds that each token saves. Steps in the costs are looked across.
     """
-    gains = np.concatenate([[0.0], np.cumsum(np.cumprod(chances) * worth)])
-    return int(np.argmax(gains - seconds[: len(gains)]))
+    length, best, gain = 0, -seconds[0], 0.0
+    survival = accumulate(chances, mul)
+    for tokens, (stands, saved) in enumerate(zip(survival, worth, strict=False), 1):
+        gain += stands * saved
+        if gain - seconds[tokens] > best:
+            length, best = tokens, gain - seconds[tokens]
+    return length
 
 
-def admitted(
-    chances: np.ndarray,
-    outlook: np.ndarray,
-    seconds: np.ndarray,
-    worth: float | Sequence[float] | np.ndarray,
-) -> int:
+def admitted(chances: Floats, outlook: Floats, seconds: Floats, worth: Floats) -> int:
     """Rows admitted one after another, for a draft that was sampled.
 
     chances[k] is the chance of drafted token k + 1, known from the tokens before it. Whether row k
@@ -41,19 +44,17 @@ def admitted(
     first row that neither pays for itself nor leads to rows that pay ends the block. Backward
     induction over the whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
     """
-    stands, worth = 1.0, np.broadcast_to(worth, len(chances))
+    stands = 1.0
     for k in range(1, len(chances) + 1):
         stands *= chances[k - 1]
-        known = chances[k : k + 1]
-        ahead = np.concatenate([[1.0], known, outlook[k + 1 : len(chances)]])
-        gains = stands * np.cumsum(np.cumprod(ahead) * worth[k - 1 :])
-        if (gains <= seconds[k : k + len(gains)] - seconds[k - 1]).all():
+        ahead = [stands, *chances[k : k + 1], *outlook[k + 1 : len(chances)]]
+        if verify_length(ahead, seconds[k - 1 :], worth[k - 1 :]) == 0:
             return k - 1
     return len(chances)
 
 
 def worth(
-    survival: np.ndarray, seconds: np.ndarray, draft: float, plain: float, rate: float
+    survival: Sequence[Floats], seconds: Floats, draft: float, plain: float, rate: float
 ) -> list[float]:
     """Seconds [M] that each drafted token saves if it stands: what the best round after the token
     before it would take more than the best round after it.
@@ -67,15 +68,15 @@ def worth(
     by induction from the block's end down; beyond it a token is worth 1 / rate, and nowhere more
     than a token of plain decoding.
 
-    survival[j, n - 1] = A_{j,n}: the chance that n tokens stand in a block drafted after token j.
+    survival: rows j = 1 .. M - 1 of A_{j,1} .. A_{j,M-j}, the chance that n tokens stand in a block
+    drafted after token j.
     """
-    M = len(survival)
-    rows, A = seconds.tolist(), survival.tolist()
+    M = len(survival) + 1
     w = [1 / rate] * (M + 1)
     for j in range(M - 1, 0, -1):
-        best, gain = -rows[0], 0.0
-        for n in range(1, M - j + 1):
-            gain += A[j][n - 1] * w[j + n]
-            best = max(best, gain - rows[n])
+        best, gain = -seconds[0], 0.0
+        for n, stands in enumerate(survival[j - 1], 1):
+            gain += stands * w[j + n]
+            best = max(best, gain - seconds[n])
         w[j] = min(plain, draft - best)
     return w[1:]

@@ -5,13 +5,14 @@ Plain decoding is one more choice: drafting is parked while it wins. See
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.belief import Belief
@@ -52,9 +53,24 @@ class Watch:
 
     draft: Draft
     tokens: list[int] = field(default_factory=list)
-    odds: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    outlook: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    odds: list[float] = field(default_factory=list)
+    outlook: list[float] = field(default_factory=list)
     slot: int = 0
+
+
+@dataclass
+class Round:
+    """A round in the making, and what came of it."""
+
+    depth: int
+    odds: list[float]  # of the drafted tokens
+    outlook: list[float]  # along the greedy path
+    chances: list[float]
+    drafting: float  # seconds
+    begun: float  # the clock when verifying began
+    verifying: float = 0.0  # seconds
+    offered: int = -1  # until verified
+    accepted: int = 0
 
 
 class Auto:
@@ -81,6 +97,7 @@ class Auto:
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
         self.ledger = Ledger()
+        self.round: Round | None = None  # the newest, until it has been learnt from
         self.stretch = 0  # plain tokens left of a check
         self.rounds_left = CHECK  # before plain decoding is timed again
         self.interval = self.countdown = FIRST_PROBE
@@ -88,6 +105,7 @@ class Auto:
         self.begin(Statistics(), lambda x: x, 0)
 
     def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+        self.digest()
         self.statistics = statistics
         self.sampler = sampler if isinstance(sampler, Sampler) and sampler.temp > 0 else None
         self.watched: Watch | None = None
@@ -117,66 +135,81 @@ class Auto:
 
     def hopeless(self, depth: int) -> bool:
         """Whether plain decoding wins even if every drafted token stands."""
-        rounds = self.costs.draft(depth) + self.costs.verify(depth)
-        best = (np.arange(1, len(rounds) + 1) / rounds).max() * self.costs.plain(depth)
-        return self.costs.curve.measured and bool(best < HOPE)
+        draft, rows = self.costs.draft(depth), self.costs.verify(depth)
+        best = max(tokens / (draft + row) for tokens, row in enumerate(rows, 1))
+        return self.costs.curve.measured and best * self.costs.plain(depth) < HOPE
 
-    def choose(self, odds: np.ndarray, outlook: np.ndarray, limit: int, depth: int) -> int:
-        """Tokens to feed of a draft with these log-odds, and these along the greedy path."""
-        costs, chances = self.costs, self.belief.chances(odds)[:limit]
-        seconds, survival = costs.verify(depth), self.belief.survival(outlook[:limit])
-        draft, plain, rate = costs.draft(depth), costs.plain(depth), self.rate(depth)
-        if limit < len(odds):  # the text's last tokens: no block goes on beyond them
+    def choose(
+        self, odds: list[float], outlook: list[float], chances: list[float], depth: int
+    ) -> int:
+        """Tokens to feed of a draft with these log-odds and chances, and these log-odds along the
+        greedy path; the chances may end early, where the text does."""
+        limit, costs = len(chances), self.costs
+        plain, rate = costs.plain(depth), self.rate(depth)
+        if limit < len(odds):  # no block goes on beyond the text's last tokens
             rate = 1 / plain
-        w = worth(survival, seconds, draft, plain, rate)
+        survival, seconds = self.belief.survival(outlook[:limit]), costs.verify(depth)
+        w = worth(survival, seconds, costs.draft(depth), plain, rate)
         if self.sampler is None:
             return verify_length(chances, seconds, w)
         return admitted(chances, self.belief.chances(outlook), seconds, w)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
+        self.digest()  # of the round before, while the device drafts
         mx.eval(draft.tokens, draft.evidence, draft.outlook)
-        self.verifying = self.clock()
-        self.drafting = seconds + self.verifying - started
-        self.depth = depth
-        self.odds, self.outlook = self.log_odds(draft)
-        return self.choose(self.odds, self.outlook, limit, depth)
+        now = self.clock()
+        odds, outlook = self.log_odds(draft)
+        chances = self.belief.chances(odds)
+        self.round = Round(depth, odds, outlook, chances, seconds + now - started, now)
+        return self.choose(odds, outlook, chances[:limit], depth)
 
-    def log_odds(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
+    def log_odds(self, draft: Draft) -> tuple[list[float], list[float]]:
         """Of the draft's tokens, and of those on the greedy path."""
-        odds = self.belief.log_odds(draft.evidence)
-        return odds, odds if draft.outlook is None else self.belief.log_odds(draft.outlook)
+        assert draft.evidence is not None
+        of = self.belief.calibration.block_log_odds
+        odds = of(draft.evidence.tolist())
+        return odds, odds if draft.outlook is None else of(draft.outlook.tolist())
 
     def learn(self, accepted: int, offered: int) -> None:
-        verifying = self.clock() - self.verifying
-        self.costs.observe_round(self.drafting, verifying, 1 + offered, self.depth)
-        chances = self.belief.chances(self.odds)
-        self.belief.round_over(self.outlook)
-        for slot in range(min(offered, accepted + 1)):
-            self.belief.update(slot, chances[slot], float(slot < accepted))
-        tokens, seconds = self.expected(chances, offered, self.depth)
+        assert self.round is not None
+        this, depth = self.round, self.round.depth
+        this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
+        tokens, seconds = self.expected(this.chances[:offered], depth)
         self.count(tokens, seconds, fading=1 / MEMORY)
-        self.ledger.round_over(1 + accepted, seconds, self.costs.plain(self.depth))
+        self.ledger.round_over(1 + accepted, seconds, self.costs.plain(depth))
         if self.explain:
-            self.explain(self.describe(chances, accepted, offered, verifying))
+            self.explain(self.describe(this))
         self.rounds_left -= 1
-        losing = self.rounds >= 2 and self.gain(self.depth) < LOSING
+        losing = self.rounds >= 2 and self.gain(depth) < LOSING
         if self.ledger.overdrawn or (losing and self.ledger.owed > FIRST / 2):
-            self.park()
-        elif self.rounds_left <= 0 and self.gain(self.depth) < CLEAR:
-            self.check_plain()
+            self.park(depth)
+        elif self.rounds_left <= 0 and self.gain(depth) < CLEAR:
+            self.check_plain(depth)
+        if self.parked:
+            self.digest()
 
-    def check_plain(self) -> None:
+    def digest(self) -> None:
+        """Learn costs and chances from the newest round, if it came to its end."""
+        this, self.round = self.round, None
+        if this is None or this.offered < 0:
+            return
+        self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
+        self.belief.round_over(this.outlook)
+        for slot in range(min(this.offered, this.accepted + 1)):
+            self.belief.update(slot, this.chances[slot], float(slot < this.accepted))
+
+    def check_plain(self, depth: int) -> None:
         """Time a few plain tokens, so seldom that they lose SHARE of the time at most."""
-        lost = STRETCH * (self.gain(self.depth) - 1)
+        lost = STRETCH * (self.gain(depth) - 1)
         self.rounds_left = max(CHECK, int(lost / SHARE * MEMORY / self.tokens))
         self.parked, self.stretch = True, STRETCH
         self.time_plain()
 
-    def expected(self, chances: np.ndarray, length: int, depth: int) -> tuple[float, float]:
-        """Tokens and seconds of a round that offers length tokens."""
-        tokens = 1 + np.cumprod(chances[:length]).sum()
-        return float(tokens), float(self.costs.draft(depth) + self.costs.verify(depth)[length])
+    def expected(self, chances: Sequence[float], depth: int) -> tuple[float, float]:
+        """Tokens and seconds of a round that offers tokens with these chances."""
+        seconds = self.costs.draft(depth) + self.costs.verify(depth)[len(chances)]
+        return 1 + sum(accumulate(chances, mul)), seconds
 
     def count(self, tokens: float, seconds: float, fading: float) -> None:
         """Take a round into the running sums."""
@@ -184,13 +217,13 @@ class Auto:
         self.seconds = (1 - fading) * self.seconds + seconds
         self.rounds += 1
 
-    def park(self) -> None:
+    def park(self, depth: int) -> None:
         self.parked, self.stretch, self.interval = True, 0, FIRST_PROBE
         self.ledger.close()
-        self.pause(self.depth)
+        self.pause(depth)
         self.time_plain()
         if self.explain:
-            self.explain(f"parked at {self.depth}: {self.comparison(self.depth)}")
+            self.explain(f"parked at {depth}: {self.comparison(depth)}")
 
     def probing(self, depth: int) -> bool:
         if not self.parked or self.stretch or self.watched is not None or self.countdown > 0:
@@ -252,8 +285,9 @@ class Auto:
     def judge(self, watch: Watch, depth: int) -> None:
         """After a probe: resume, look again soon, or wait twice as long."""
         self.belief.round_over(watch.outlook)
-        length = self.choose(watch.odds, watch.outlook, len(watch.odds), depth)
-        tokens, seconds = self.expected(self.belief.chances(watch.odds), length, depth)
+        chances = self.belief.chances(watch.odds)
+        length = self.choose(watch.odds, watch.outlook, chances, depth)
+        tokens, seconds = self.expected(chances[:length], depth)
         self.count(tokens, seconds, fading=1 / 3)
         promising = tokens / seconds * self.costs.plain(depth) > RESUME
         self.interval = FIRST_PROBE // 2 if promising else min(2 * self.interval, LAST_PROBE)
@@ -262,14 +296,14 @@ class Auto:
         if self.explain:
             self.explain(f"probe at {depth}: {self.comparison(depth)}")
 
-    def describe(self, chances: np.ndarray, accepted: int, offered: int, verifying: float) -> str:
-        """One round in a line: chances that each prefix stands, costs, choice, outcome."""
-        survival = " ".join(f"{a:.2f}" for a in np.cumprod(chances))
-        rows = " ".join(f"{1e3 * s:.1f}" for s in self.costs.verify(self.depth))
+    def describe(self, this: Round) -> str:
+        """A round in a line: chances that each prefix stands, costs, choice, outcome."""
+        survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
+        rows = " ".join(f"{1e3 * s:.1f}" for s in self.costs.verify(this.depth))
         return (
-            f"at {self.depth}: survival {survival}; ms to draft {1e3 * self.drafting:.1f}, "
-            f"to verify 1.. rows {rows}; {self.rate(self.depth):.1f} tokens/s; "
-            f"offered {offered}, took {1e3 * verifying:.1f} ms, {accepted} stood"
+            f"at {this.depth}: survival {survival}; ms to draft {1e3 * this.drafting:.1f}, "
+            f"to verify 1.. rows {rows}; {self.rate(this.depth):.1f} tokens/s; "
+            f"offered {this.offered}, took {1e3 * this.verifying:.1f} ms, {this.accepted} stood"
         )
 
     def comparison(self, depth: int) -> str:

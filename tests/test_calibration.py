@@ -158,6 +158,20 @@ def test_odd_evidence_stays_finite() -> None:
     np.testing.assert_array_equal(odds, [20, -20, 0])
 
 
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=3, max_size=3),
+    st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
+    st.lists(st.floats(-5, 5), min_size=3, max_size=3),
+    st.lists(st.floats(-2, 2), max_size=3).filter(lambda s: len(s) in (0, 3)),
+)
+def test_a_block_is_calibrated_as_all_rounds_are(
+    evidence: list[float], temperatures: list[float], biases: list[float], slopes: list[float]
+) -> None:
+    one = Calibration(tuple(temperatures), tuple(biases), slopes=tuple(slopes))
+    wanted = one.log_odds(np.array([evidence]))[0]
+    np.testing.assert_allclose(one.block_log_odds(evidence), wanted, rtol=1e-12)
+
+
 def test_modes() -> None:
     assert mode_of(make_sampler(temp=0.7)) == "greedy"  # compared with: one-hot drafts
     assert mode_of(Sampler(temp=0.0)) == "greedy"

@@ -12,34 +12,36 @@ from dspine_mlx.lengths import admitted, verify_length, worth
 chance = st.floats(0.01, 0.99)
 chances = st.lists(chance, min_size=6, max_size=6)
 worths = st.lists(st.floats(0.1, 4.0), min_size=6, max_size=6)
-rows = st.lists(st.floats(0.0, 2.0), min_size=7, max_size=7).map(lambda x: 1 + np.cumsum(x))
+rows = st.lists(st.floats(0.0, 2.0), min_size=7, max_size=7).map(
+    lambda x: (1 + np.cumsum(x)).tolist()
+)
 
 
 @given(st.lists(chance, max_size=6), rows, worths)
 def test_verify_length_is_the_best_of_all(
-    c: list[float], seconds: np.ndarray, w: list[float]
+    c: list[float], seconds: list[float], w: list[float]
 ) -> None:
     def value(length: int) -> float:
         saved = sum(np.prod(c[:j]) * w[j - 1] for j in range(1, length + 1))
         return float(saved - seconds[length])
 
-    best = verify_length(np.array(c), seconds, w[: len(c)])
+    best = verify_length(c, seconds, w[: len(c)])
     assert value(best) == pytest.approx(max(value(n) for n in range(len(c) + 1)))
 
 
 def test_a_step_in_the_costs_is_looked_across() -> None:
     """No second token pays for the step to three rows alone, all that follow do."""
-    seconds = np.array([1.0, 1.0, 1.9, 1.9, 1.9, 1.9])
-    assert verify_length(np.full(5, 0.8), seconds, worth=1.0) == 5
-    assert verify_length(np.full(2, 0.8), seconds, worth=1.0) == 1
-    assert admitted(np.full(5, 0.8), np.full(5, 0.8), seconds, worth=1.0) == 5
+    seconds = [1.0, 1.0, 1.9, 1.9, 1.9, 1.9]
+    assert verify_length([0.8] * 5, seconds, [1.0] * 5) == 5
+    assert verify_length([0.8] * 2, seconds, [1.0] * 2) == 1
+    assert admitted([0.8] * 5, [0.8] * 5, seconds, [1.0] * 5) == 5
 
 
 @given(st.lists(chance, min_size=1, max_size=6), rows, worths)
 def test_admitted_is_the_best_length_where_the_future_is_as_usual(
-    chances: list[float], seconds: np.ndarray, w: list[float]
+    c: list[float], seconds: list[float], w: list[float]
 ) -> None:
-    c, w = np.array(chances), w[: len(chances)]
+    w = w[: len(c)]
     gains = np.concatenate([[0.0], np.cumsum(np.cumprod(c) * w)]) - seconds[: len(c) + 1]
     assert gains[admitted(c, c, seconds, w)] == pytest.approx(gains.max())
 
@@ -49,13 +51,13 @@ def test_admitted_does_not_look_ahead_of_the_row(
     chances: list[float],
     others: list[float],
     means: list[float],
-    seconds: np.ndarray,
+    seconds: list[float],
     w: list[float],
     k: int,
 ) -> None:
     """Whether row k is fed depends on the chances of slots 1 .. k + 1, known from x_1 .. x_k."""
-    changed = np.array(chances[: k + 1] + others[k + 1 :])
-    fed = [admitted(c, np.array(means), seconds, w) >= k for c in (np.array(chances), changed)]
+    changed = chances[: k + 1] + others[k + 1 :]
+    fed = [admitted(c, means, seconds, w) >= k for c in (chances, changed)]
     assert fed[0] == fed[1]
 
 
@@ -67,7 +69,7 @@ def test_worth_is_the_time_that_the_best_rounds_save(
     """Against the expected time of the best rounds, by recursion over how many tokens stand."""
     rng = np.random.default_rng(seed)
     c = rng.uniform(0.05, 0.99, (M, M))
-    seconds = 1 + np.cumsum(rng.exponential(0.3, M + 1))
+    seconds = (1 + np.cumsum(rng.exponential(0.3, M + 1))).tolist()
 
     @cache
     def time(j: int) -> float:
@@ -83,7 +85,7 @@ def test_worth_is_the_time_that_the_best_rounds_save(
         return float(best)
 
     saved = [time(j) - time(j + 1) for j in range(1, M + 1)]
-    survival = np.cumprod(c, axis=1)
+    survival = [np.cumprod(c[j, : M - j]).tolist() for j in range(1, M)]
     np.testing.assert_allclose(worth(survival, seconds, draft, np.inf, rate), saved, atol=1e-9)
     if M > 1:
         capped = worth(survival, seconds, draft, 0.5, rate)
@@ -92,6 +94,7 @@ def test_worth_is_the_time_that_the_best_rounds_save(
 
 def test_tokens_of_an_easy_text_are_worth_less() -> None:
     """A next round would bring them at once; where none stands each takes a round of its own."""
-    seconds, easy, hard = np.ones(5), np.ones((4, 4)), np.full((4, 4), 1e-9)
+    seconds = [1.0] * 5
+    easy, hard = ([[stands] * (4 - j) for j in range(1, 4)] for stands in (1.0, 1e-9))
     assert worth(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.3
     assert worth(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(1.0)

@@ -175,8 +175,8 @@ def test_a_retrospective_rule_is_caught(block: bool) -> None:
     auto = policy(toy, 1)
 
     def choose(draft: Draft) -> int:
-        chances = auto.belief.chances(auto.belief.log_odds(draft.evidence))
-        return verify_length(chances, np.array([1.0, 1.7, 1.7, 1.7]), worth=1.0)
+        chances = auto.belief.chances(auto.log_odds(draft)[0])
+        return verify_length(chances, [1.0, 1.7, 1.7, 1.7], [1.0] * 3)
 
     assert lengths(toy, choose) == {0, 3}
     law = law_of_round(toy, choose, block=block, tested=True)

@@ -164,12 +164,15 @@ class Restless(Auto):
     """Parks after two rounds, probes at once, and resumes whatever the probe says."""
 
     def learn(self, accepted: int, offered: int) -> None:
+        assert self.round is not None
+        depth = self.round.depth
         super().learn(accepted, offered)
         if self.rounds % 2:
-            self.park()
+            self.park(depth)
+            self.digest()
 
-    def park(self) -> None:
-        super().park()
+    def park(self, depth: int) -> None:
+        super().park(depth)
         self.countdown = 2
 
     def hopeless(self, depth: int) -> bool:
@@ -352,7 +355,7 @@ def test_no_probe_starts_while_plain_decoding_is_timed() -> None:
     auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: machine.now)
     replay(made_up(100, 7, 2.0, 0), auto, machine, 64)
     auto.countdown = -5
-    auto.check_plain()
+    auto.check_plain(64)
     assert auto.parked
     assert not auto.probing(64)
     auto.begin(Statistics(), make_sampler(0), 64)

@@ -84,7 +84,8 @@ def lengths(rule: str, table: Table, path: list[int], seconds: np.ndarray, rate:
         greedy = [0]
         for q in table.q[:-1]:
             greedy.append(int(q[greedy[-1]].argmax()))
-        return admitted(c, table.c[np.arange(len(path)), greedy], seconds, 1 / rate)
+        outlook = table.c[np.arange(len(path)), greedy]
+        return admitted(c.tolist(), outlook.tolist(), seconds.tolist(), [1 / rate] * len(c))
     W = values(table, seconds, rate) if rule == "induction" else np.zeros((len(c) + 1, 16, 32))
     stands = 1.0
     for k, j in enumerate(path):

@@ -15,6 +15,11 @@ def sigmoid(x: float) -> float:
     return 0.5 + 0.5 * math.tanh(0.5 * x)
 
 
+def against(log_odds: float) -> float:
+    """Odds against, exp(-log_odds), kept away from overflow."""
+    return math.exp(min(300.0, max(-300.0, -log_odds)))
+
+
 class Belief:
     """Chances of a drafter's slots: calibrated evidence, corrected by what happened since.
 
@@ -48,10 +53,11 @@ class Belief:
         in this block."""
         M = len(log_odds)
         usual = self.usual[:M] if self.rounds else log_odds
-        ease = [x - u for x, u in zip(log_odds, usual, strict=True)]
-        slots = [u + self.common + own for u, own in zip(usual, self.own, strict=False)]
+        # Odds against: sigmoid(u + e) = 1 / (1 + exp(-u) exp(-e))
+        ease = [against(x - u) for x, u in zip(log_odds, usual, strict=True)]
+        slots = [against(u + self.common + own) for u, own in zip(usual, self.own, strict=False)]
         return [
-            list(accumulate(map(sigmoid, map(sum, zip(slots, ease[j:], strict=False))), mul))
+            list(accumulate([1 / (1 + u * e) for u, e in zip(slots, ease[j:], strict=False)], mul))
             for j in range(1, M)
         ]
 

@@ -67,20 +67,18 @@ class Curve:
             bool(data["measured"]),
         )
 
-    def at(self, depth: int) -> np.ndarray:
+    def at(self, depth: int) -> list[float]:
         """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""
-        low, rise = self.ends
         share = max(0.0, (depth - self.depths[0]) / (self.depths[1] - self.depths[0]))
-        return low + share * rise
+        return [low + share * rise for low, rise in self.lines]
 
     @cached_property
-    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+    def lines(self) -> list[tuple[float, float]]:
         """The costs at the first depth, and what the second adds."""
         low, high = (
-            np.array([p, *v, d])
-            for p, v, d in zip(self.plain, self.verify, self.draft, strict=True)
+            [p, *v, d] for p, v, d in zip(self.plain, self.verify, self.draft, strict=True)
         )
-        return low, np.maximum(high - low, 0)
+        return [(a, max(0.0, b - a)) for a, b in zip(low, high, strict=True)]
 
 
 class Costs:
@@ -106,8 +104,8 @@ class Costs:
     def predict(self, depth: int) -> list[float]:
         """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""
         if depth != self.depth:
-            self.depth = depth
-            self.seconds = (self.curve.at(depth) * np.exp(self.x)).tolist()
+            steps, self.depth = zip(self.curve.at(depth), self.x.tolist(), strict=True), depth
+            self.seconds = [step * math.exp(x) for step, x in steps]
         return self.seconds
 
     def plain(self, depth: int) -> float:
@@ -132,13 +130,13 @@ class Costs:
         if not seconds > 0:
             log.warning("a clock went backwards (%s s for a step); this time is ignored", seconds)
             return
-        self.covariance += self.wander
         surprise = math.log(seconds / self.predict(depth)[kind])
+        self.covariance += self.wander
         column = self.covariance[kind].copy()
-        variance = column[kind] + NOISE**2
+        variance = column.item(kind) + NOISE**2
         limit = 3 * math.sqrt(variance)  # a pause of the machine is no cost
-        self.x += column / variance * min(limit, max(-limit, surprise))
-        self.covariance -= np.outer(column, column) / variance
+        self.x += min(limit, max(-limit, surprise)) / variance * column
+        self.covariance -= column[:, None] * (column / variance)
         self.depth = -1
 
 

@@ -77,6 +77,7 @@ def worth(
         best, gain = -seconds[0], 0.0
         for n, stands in enumerate(survival[j - 1], 1):
             gain += stands * w[j + n]
-            best = max(best, gain - seconds[n])
+            if gain - seconds[n] > best:
+                best = gain - seconds[n]
         w[j] = min(plain, draft - best)
     return w[1:]

@@ -26,7 +26,7 @@ from dspine_mlx.calibration import (
 from dspine_mlx.costs import Costs, costs_of
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
-from dspine_mlx.ledger import FIRST, Ledger
+from dspine_mlx.ledger import FIRST, LEAST, Ledger
 from dspine_mlx.lengths import admitted, verify_length, worth
 from dspine_mlx.policy import Fixed, Policy
 from dspine_mlx.response import Statistics
@@ -115,6 +115,7 @@ class Auto:
         if self.parked and self.interval < LAST_PROBE:  # the last text may have been a hard one
             self.belief.relax()
             self.tokens, self.seconds, self.countdown = self.tokens / 4, self.seconds / 4, 0
+            self.parked = self.ledger.allowance <= LEAST
         if self.hopeless(depth):
             self.parked = True
 

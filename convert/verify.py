@@ -129,7 +129,9 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
     drafter = assemble_drafter(ours, target)
     size = drafter.feature_size
     features = np.random.default_rng(1).normal(size=(CONTEXT, size)).astype(np.float32)
-    proposal = drafter.propose(target.anchor, mx.array(features)[None], drafter.make_cache())
+    proposal = drafter.propose(
+        target.anchor, mx.array(features)[None], drafter.make_cache()
+    ).ranked()
     dropped = {n for end in ENDS if end not in ours.sources for n in source.sources.get(end, ())}
     weights: dict[str, np.ndarray] | Source = Source(source, dropped)
     if CODES in ours.sources and CODES not in source.sources:

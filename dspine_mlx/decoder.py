@@ -13,13 +13,13 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.dflash import DFlash, Proposal
+from dspine_mlx.dflash import DFlash, Independent, Proposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.policy import Policy
 from dspine_mlx.response import Statistics
 from dspine_mlx.rollback import Rollback
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.selection import Draft, select
+from dspine_mlx.selection import Draft, Ends, select
 from dspine_mlx.verification import accept
 
 Token = tuple[int, mx.array, bool]  # id, logprobs [V], whether the drafter proposed it
@@ -82,7 +82,7 @@ class DraftContext:
         self.marks = [c.offset for c in self.cache]
         self.taken: int | None = None  # rows of the backlog that a proposal took in
 
-    def propose(self, anchor: mx.array, features: mx.array) -> Proposal:
+    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | Independent:
         """Take in the backlog and the newest features, and propose tokens after the anchor."""
         rows = mx.concatenate([*self.backlog, features], axis=1)
         proposal = self.drafter.propose(anchor, rows, self.cache)
@@ -130,7 +130,7 @@ class Decoder:
     sampler: SamplerFunction = greedy_sampler
     processors: list[LogitsProcessor] = field(default_factory=list)
     kv: KVQuantization = field(default_factory=KVQuantization)
-    stop: frozenset[int | None] = frozenset()  # None: of a tokenizer without an end
+    ends: Ends = frozenset()
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
     kept: bool = True  # somebody goes on with the caches after the text
@@ -143,7 +143,6 @@ class Decoder:
         self.context = DraftContext(self.drafter, self.prompt_cache[-layers:])
         self.rollback = Rollback(self.cache, self.drafter.target.model)
         self.none = self.drafter.no_features()
-        self.stop_ids = mx.array(sorted(t for t in self.stop if t is not None), mx.int64)
         self.history = mx.array([], mx.uint32)  # tokens fed so far, for processors and filter
         self.pending: mx.array | None = None
         self.settled = False
@@ -208,7 +207,7 @@ class Decoder:
         self.context.wanted = lambda: not policy.hopeless(self.rollback.position)
         while budget > 0:
             for token in (self.plain if policy.parked else self.speculate)(policy, budget):
-                budget = 0 if token[0] in self.stop else budget - 1
+                budget = 0 if token[0] in self.ends else budget - 1
                 yield token
 
     def speculate(self, policy: Policy, budget: float) -> Iterator[Token]:
@@ -217,7 +216,7 @@ class Decoder:
         anchor = self.pending
         while True:
             budget -= len(block)
-            ended = budget < 1 or policy.parked or (bool(block) and block[-1][0] in self.stop)
+            ended = budget < 1 or policy.parked or (bool(block) and block[-1][0] in self.ends)
             limit = int(min(self.drafter.config.num_proposals, budget - 1, self.width_limit()))
             started = time.perf_counter()
             draft = None if ended or limit < 1 else self.propose(anchor, policy)
@@ -245,8 +244,8 @@ class Decoder:
         sampled = isinstance(self.sampler, Sampler) and self.draft_filter is None
         proposal = self.context.propose(anchor, self.features)
         sampler = self.sampler if sampled else None
-        draft = select(proposal, sampler, self.drafter.kernels, self.stop_ids, policy.weighs)
-        mx.async_eval(draft.tokens, draft.evidence)
+        draft = select(proposal, sampler, self.drafter.kernels, self.ends, policy.weighs)
+        mx.async_eval(draft.tokens, draft.evidence, draft.outlook)
         return draft
 
     def permitted(self, anchor: mx.array, draft: Draft, length: int) -> int:
@@ -274,7 +273,7 @@ class Decoder:
             tested = length if draft.q is None else length + 1  # the last row can test one more
             n, following = accept(draft.first(tested), logprobs, self.sampler)
             tokens = [*draft.tokens.tolist()[:n], following]
-        end = next((i for i, token in enumerate(tokens) if token in self.stop), n)
+        end = next((i for i, token in enumerate(tokens) if token in self.ends), n)
         rows = [mx.take(logprobs, mx.array(i), axis=0) for i in range(end + 1)]
         mx.async_eval(rows)  # copies: a kept response must not keep the whole block's logprobs
         block = [(tokens[i], row, i < n) for i, row in enumerate(rows)]
@@ -311,7 +310,7 @@ class Decoder:
             read = token.item()
             policy.plain(read, logprobs, started, depth)
             yield read, logprobs, False
-            if read in self.stop:
+            if read in self.ends:
                 return
             budget -= 1
             token, logprobs = following

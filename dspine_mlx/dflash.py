@@ -4,6 +4,7 @@ A block is the anchor x_0 followed by masks. The target's features of all positi
 anchor enter every draft layer as extra keys and values, kept in a cache from round to round.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,39 @@ class Proposal(NamedTuple):
     first: mx.array  # [K] float32 scores of slot 1's candidates given the anchor
     transitions: mx.array  # [M - 1, K, K] float32, T_t[i, j]: j of slot t after i of slot t - 1
     confidence: mx.array | None = None  # [M, K] that slot t stands given candidate i of t - 1
-    best: mx.array | None = None  # [M] ids of the greedy path, where slots pick on their own
+
+    def ranked(self) -> "Proposal":
+        return self
+
+
+@dataclass
+class Independent:
+    """A block of M slots that each pick on their own; its candidates are not ranked yet, and a
+    greedy draft needs none."""
+
+    drafter: "DFlash"
+    logits: mx.array  # [M, V] of the drafter's head
+    confidence: mx.array | None = None  # [M] that slot t stands
+
+    def best(self) -> mx.array:
+        """Ids [M] of the best tokens."""
+        return self.drafter.tokens(mx.argmax(self.logits, axis=-1))
+
+    def law(self) -> mx.array:
+        """Chances of the slots' K candidates [M, K], in no order."""
+        values, K = shortlist(self.logits, self.drafter.config.top_k)[0], self.drafter.config.top_k
+        top = mx.partition(values, -K, axis=-1)[:, -K:] if values.shape[1] > K else values
+        return mx.softmax(self.drafter.scale_scores(top), axis=-1)
+
+    def ranked(self) -> Proposal:
+        """T_t[i, j] = U_t(v_j)"""
+        ids, scores = self.drafter.ranked(self.logits)
+        M, K = scores.shape
+        table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))
+        confidence = self.confidence
+        if confidence is not None:
+            confidence = mx.broadcast_to(confidence[:, None], (M, K))
+        return Proposal(self.drafter.tokens(ids), scores[0], table, confidence)
 
 
 class ContextAttention(nn.Module):
@@ -230,23 +263,17 @@ class DFlash(nn.Module):
         ids, values = top_k(logits, self.config.top_k)
         return ids, self.scale_scores(values)
 
-    def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
+    def propose(
+        self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
+    ) -> Proposal | Independent:
         """Propose M tokens after the anchor.
 
         features: [1, n, m*d], target features of the positions before the anchor that are not yet
         in the cache (n may be 0).
         """
         h = self.backbone(mx.array(anchor), features, cache)
-        return self.unrefined(self.norm(h[0, self.config.first_slot :]))
-
-    def unrefined(self, states: mx.array) -> Proposal:
-        """From normalised states [M, d], every slot picks on its own: T_t[i, j] = U_t(v_j)."""
-        logits = self.target.head(states)
-        ids, scores = self.ranked(logits)
-        M, K = scores.shape
-        table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))
-        best = self.tokens(mx.argmax(logits, axis=-1))
-        return Proposal(self.tokens(ids), scores[0], table, best=best)
+        states = self.norm(h[0, self.config.first_slot :])
+        return Independent(self, self.target.head(states))
 
 
 CHUNK = 128
@@ -255,13 +282,20 @@ CHUNK = 128
 def top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """The k largest entries of each row [n, V], descending: indices and values, each [n, k].
 
-    The k largest lie in the k chunks with the largest maxima, so only chunk maxima and k chunks are
-    partitioned, never the whole vocabulary. Equal values are listed in index order.
+    Equal values are listed in index order.
+    """
+    return sorted_top(*shortlist(logits, k), min(k, logits.shape[1]))
+
+
+def shortlist(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """Values and indices, each [n, m], among which each row's k largest are.
+
+    They lie in the k chunks with the largest maxima, so only chunk maxima and k chunks are
+    partitioned, never a large vocabulary.
     """
     n, V = logits.shape
-    k = min(k, V)
     if 4 * k * CHUNK > V:
-        return sorted_top(logits, mx.broadcast_to(mx.arange(V, dtype=mx.uint32), (n, V)), k)
+        return logits, mx.broadcast_to(mx.arange(V, dtype=mx.uint32), (n, V))
     whole = V - V % CHUNK
     chunks = logits[:, :whole].reshape(n, -1, CHUNK)
     best = mx.argpartition(-chunks.max(axis=-1), k - 1, axis=-1)[:, :k]
@@ -271,7 +305,7 @@ def top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
         rest = mx.broadcast_to(mx.arange(whole, V, dtype=mx.uint32), (n, V - whole))
         indices = mx.concatenate([indices, rest], axis=1)
         values = mx.concatenate([values, logits[:, whole:]], axis=1)
-    return sorted_top(values, indices, k)
+    return values, indices
 
 
 def sorted_top(values: mx.array, indices: mx.array, k: int) -> tuple[mx.array, mx.array]:

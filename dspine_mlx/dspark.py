@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.config import DSparkConfig
-from dspine_mlx.dflash import DFlash, Proposal
+from dspine_mlx.dflash import DFlash, Independent, Proposal
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target import Target
@@ -146,21 +146,23 @@ class DSpark(DFlash):
                 ends.lm_head, ends.tied = self.lm_head, False
         return ends
 
-    def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
+    def propose(
+        self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
+    ) -> Proposal | Independent:
         """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the
         confidence of every slot after each candidate of the one before. See `DFlash.propose`."""
         anchor = mx.array(anchor)
         h = self.backbone(anchor, features, cache)
         states = self.norm(h[0, self.config.first_slot :])
         if "markov_head" not in self:
-            base = self.unrefined(states)
-            return base._replace(confidence=self.confidence(states, None, base.candidates.shape))
+            return Independent(self, self.target.head(states), self.confidence(states))
         ids, scores = self.candidates(states)
         candidates = self.tokens(ids)
         before = mx.broadcast_to(anchor.reshape(1, 1), (1, ids.shape[1])).astype(candidates.dtype)
         before = mx.concatenate([before, candidates[:-1]])
         table = self.markov_table(scores, before, ids, states)
-        confidence = self.confidence(states, self.markov_head.markov_w1(before), ids.shape)
+        over = mx.broadcast_to(states[:, None], (*ids.shape, states.shape[-1]))
+        confidence = self.confidence(over, self.markov_head.markov_w1(before))
         return Proposal(candidates, table[0, 0], table[1:], confidence)
 
     def markov_table(
@@ -175,18 +177,17 @@ class DSpark(DFlash):
             return markov_scores(base, predecessors, successors, self.kernels)
         return head(base, w1(before), w2(ids), states)
 
-    def confidence(
-        self, states: mx.array, previous: mx.array | None, shape: tuple[int, ...]
-    ) -> mx.array | None:
-        """Chances [M, K] that slot t stands after candidate i of t - 1; None without a head."""
+    def confidence(self, features: mx.array, previous: mx.array | None = None) -> mx.array | None:
+        """Chances [M, ...] of every slot, of its states [M, ..., d] and, if they count, w1 of the
+        tokens before it [M, ..., r]; None without a head."""
         if "confidence_head" not in self:
             return None
-        features = mx.broadcast_to(states[:, None], (*shape, states.shape[-1]))
         if previous is not None and self.config.confidence_head_with_markov:
             features = mx.concatenate([features, previous], axis=-1)
         logits = self.confidence_head(features)
         if self.config.confidence_temperatures:
-            logits = logits / mx.array(self.config.confidence_temperatures)[:, None]
+            temperatures = mx.array(self.config.confidence_temperatures)
+            logits = logits / temperatures.reshape(-1, *[1] * (logits.ndim - 1))
         return mx.sigmoid(logits)
 
 

@@ -14,7 +14,7 @@ class Ledger:
     Single rounds tell little: a hard sentence must not stop a drafter that pays. So losses add up
     and gains pay them back (a one-sided cumulative sum, Page 1954); drafting stops when it owes
     more than it may. Calibration has no part in it. Drafting that stops without having saved
-    anything may owe half as much the next time.
+    anything may owe a quarter as much the next time.
     """
 
     allowance: float = FIRST
@@ -33,5 +33,5 @@ class Ledger:
 
     def close(self) -> None:
         """Drafting stops; when it comes back it starts anew."""
-        self.allowance = FIRST if self.saved > 0 else max(LEAST, self.allowance / 2)
+        self.allowance = FIRST if self.saved > 0 else max(LEAST, self.allowance / 4)
         self.owed = self.saved = 0.0

@@ -33,7 +33,7 @@ class Recorder(Fixed):
         self.whole = limit >= self.tokens
         if self.whole:
             assert draft.evidence is not None
-            self.evidence.append(draft.evidence.tolist())
+            self.evidence.append(draft.evidence.log_odds())
         return min(self.tokens, limit)
 
     def learn(self, accepted: int, offered: int) -> None:

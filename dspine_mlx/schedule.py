@@ -80,8 +80,9 @@ class Auto:
     less noise than single rounds. When rounds have lost too much to plain decoding (`Ledger`),
     drafting is parked.
     While parked, a draft is made now and then and only compared with the plain tokens that follow,
-    so a probe costs one proposal. It is repeated less and less often while it shows no gain. While
-    drafting, a few plain tokens now and then keep the cost of plain decoding known.
+    so a probe costs one proposal. It is repeated less and less often while it shows no gain. A new
+    text is drafted again while that may lose more than a token, unless rounds lost far too much.
+    While drafting, a few plain tokens now and then keep the cost of plain decoding known.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Auto:
         if self.parked and self.interval < LAST_PROBE:  # the last text may have been a hard one
             self.belief.relax()
             self.tokens, self.seconds, self.countdown = self.tokens / 4, self.seconds / 4, 0
-            self.parked = self.ledger.allowance <= LEAST
+            self.parked = self.ledger.allowance <= LEAST or self.gain(depth) < LOSING
         if self.hopeless(depth):
             self.parked = True
 
@@ -169,8 +170,8 @@ class Auto:
         """Of the draft's tokens, and of those on the greedy path."""
         assert draft.evidence is not None
         of = self.belief.calibration.block_log_odds
-        odds = of(draft.evidence.tolist())
-        return odds, odds if draft.outlook is None else of(draft.outlook.tolist())
+        odds = of(draft.evidence.log_odds())
+        return odds, odds if draft.outlook is None else of(draft.outlook.log_odds())
 
     def learn(self, accepted: int, offered: int) -> None:
         assert self.round is not None

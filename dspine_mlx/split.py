@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from dspine_mlx.bench import Pair
 from dspine_mlx.decoder import Decoder, DraftContext, Token
-from dspine_mlx.dflash import DFlash, Proposal
+from dspine_mlx.dflash import DFlash, Independent, Proposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import make_caches
 from dspine_mlx.policy import Fixed, Policy
@@ -61,10 +61,10 @@ class TimedContext(DraftContext):
         super().__init__(drafter, cache)
         self.watch = watch
 
-    def propose(self, anchor: mx.array, features: mx.array) -> Proposal:
+    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | Independent:
         with self.watch.timing("draft"):
             proposal = super().propose(anchor, features)
-            mx.eval(proposal)
+            mx.eval(proposal.logits if isinstance(proposal, Independent) else proposal)
         return proposal
 
 
@@ -139,9 +139,9 @@ def decode(
     """A text by one kind of decoder: the decoder, and seconds after the prefill."""
     cache = make_caches(pair.model, drafter, None, None)
     sampler = pair.sampler if pair.sampler.temp > 0 else greedy_sampler
-    stop = frozenset(pair.tokenizer.eos_token_ids)
+    ends = frozenset(pair.tokenizer.eos_token_ids)
     with wired_limit([pair.model, drafter], [generation_stream]), mx.stream(generation_stream):
-        decoder = kind(drafter, cache, sampler, stop=stop)
+        decoder = kind(drafter, cache, sampler, ends=ends)
         for _ in decoder.prefill(mx.array(prompt), PREFILL):
             pass
         started = time.perf_counter()

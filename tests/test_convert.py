@@ -116,7 +116,8 @@ def assert_same_round(
     """Candidates are the best base logits, and all scores agree within 1e-5."""
     config, weights = checkpoint
     features, anchor = random_features(shape), 5
-    proposal = drafter.propose(anchor, mx.array(features)[None], drafter.make_cache())
+    cache = drafter.make_cache()
+    proposal = drafter.propose(anchor, mx.array(features)[None], cache).ranked()
     ids = np.array(proposal.candidates).astype(int)
     wanted = score(weights, config, head, features, anchor, candidates=ids)
     best = -np.sort(-wanted.base, axis=1)[:, : ids.shape[1]]

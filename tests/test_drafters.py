@@ -49,7 +49,7 @@ def propose(drafter: DFlash, features: np.ndarray, anchor: int, chunks: list[int
     parts = np.split(features, np.cumsum(chunks)[:-1])
     for part in parts[:-1]:
         drafter.extend(mx.array(part)[None], cache)
-    proposal = drafter.propose(anchor, mx.array(parts[-1])[None], cache)
+    proposal = drafter.propose(anchor, mx.array(parts[-1])[None], cache).ranked()
     assert {c.offset for c in cache} == {len(features)}  # the block's rows are gone
     return proposal
 
@@ -227,7 +227,7 @@ def test_zero_writes_make_dspine_a_causal_dflash() -> None:
         write.weight = mx.zeros_like(write.weight)
     features = mx.random.normal((1, 6, 64))
     a = spine.propose(4, features, spine.make_cache())
-    b = flash.propose(4, features, flash.make_cache())
+    b = flash.propose(4, features, flash.make_cache()).ranked()
     assert mx.array_equal(a.candidates, b.candidates)
     assert mx.allclose(a.first, b.first, rtol=1e-5)
     assert mx.allclose(a.transitions, b.transitions, rtol=1e-5, atol=1e-5)
@@ -243,7 +243,7 @@ def test_no_later_slot_changes_an_earlier_one() -> None:
     assert mx.array_equal(a.candidates[:3], b.candidates)
     assert mx.allclose(a.transitions[:2], b.transitions, rtol=1e-5, atol=1e-5)
     bidirectional = [tiny_dflash(model, block_size=n) for n in (9, 4)]
-    c, d = (x.propose(4, features, x.make_cache()) for x in bidirectional)
+    c, d = (x.propose(4, features, x.make_cache()).ranked() for x in bidirectional)
     assert not mx.allclose(c.first, d.first, rtol=1e-3)  # the control: without causality it does
 
 

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from dspine_mlx.config import DSparkConfig
+from dspine_mlx.dflash import Proposal
 from dspine_mlx.dspark import DSpark
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
@@ -187,12 +188,12 @@ def as_float64(weights: dict[str, mx.array]) -> Arrays:
     return {name: np.array(value).astype(np.float64) for name, value in weights.items()}
 
 
-def proposal_of(drafter: DSpark, features: np.ndarray, anchor: int) -> Any:
+def proposal_of(drafter: DSpark, features: np.ndarray, anchor: int) -> Proposal:
     """A proposal after the features came in two pieces, the first ahead of the block."""
     cache = drafter.make_cache()
     rows = mx.array(features.astype(np.float32))[None]
     drafter.extend(rows[:, :4], cache)
-    return drafter.propose(anchor, rows[:, 4:], cache)
+    return drafter.propose(anchor, rows[:, 4:], cache).ranked()
 
 
 FEATURES = np.random.default_rng(2).standard_normal((7, 2 * D))
@@ -209,6 +210,7 @@ def test_table_and_confidence(
     assert isinstance(drafter, DSpark)
     assert drafter.config.num_proposals == B
     proposal = proposal_of(drafter, FEATURES, anchor=11)
+    assert proposal.confidence is not None
     w = as_float64(weights)
     embed = np.array(model.model.embed_tokens.weight).astype(np.float64)
     h = reference_states(w, embed, 11, FEATURES)

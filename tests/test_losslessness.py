@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dspine_mlx.calibration import uncalibrated
 from dspine_mlx.costs import Costs, Curve
+from dspine_mlx.dflash import Proposal
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.schedule import Auto, verify_length
@@ -60,11 +61,12 @@ class Toy:
         rows = np.stack([self.q[t, i] for t, i in enumerate(before)])
         tokens = self.candidates[np.arange(self.M), list(picks)]
         confidence = mx.array(self.confidence.astype(np.float32))
-        known = evidence(confidence, mx.array(picks), mx.array(rows))
+        proposal = Proposal(mx.array(self.candidates), rows[0], rows, confidence)
+        known = evidence(proposal, mx.array(picks), mx.array(rows), frozenset())
         greedy = [int(self.q[0, 0].argmax())]
         for law in self.q[1:]:
             greedy.append(int(law[greedy[-1]].argmax()))
-        outlook = evidence(confidence, mx.array(greedy), mx.array(rows))
+        outlook = evidence(proposal, mx.array(greedy), mx.array(rows), frozenset())
         draft = Draft(mx.array(tokens), mx.array(self.candidates), float64(rows), known, outlook)
         return draft, float(np.prod(rows[np.arange(self.M), list(picks)]))
 

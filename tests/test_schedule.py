@@ -19,7 +19,7 @@ from dspine_mlx.ledger import Ledger
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.schedule import Auto, Fixed, Schedule, Watch
-from dspine_mlx.selection import Draft
+from dspine_mlx.selection import Draft, Evidence
 from tests.bench.simulate import (
     HERE,
     Machine,
@@ -276,7 +276,7 @@ def test_sampled_drafts_are_watched_by_the_ratio(seed: int) -> None:
         mx.array([2] * 7),
         mx.array([[1, 2, 3]] * 7),
         mx.array(np.tile(q.astype(np.float32), (7, 1))),
-        mx.zeros(7),
+        Evidence(mx.array([2] * 7), mx.full((7,), 0.5)),
     )
     auto.watch(draft)
     auto.plain(0, mx.log(mx.array(p.astype(np.float32))), 0.0, 64)
@@ -308,12 +308,30 @@ def test_what_a_drafter_may_owe_grows_with_what_it_saved_and_shrinks_when_it_fai
         return lost
 
     new = Ledger()
-    assert [rounds(new) for _ in range(4)] == [9, 5, 3, 2]
+    assert [rounds(new) for _ in range(4)] == [9, 3, 2, 2]
     new.round_over(4, 1.0, 1.0)
     assert rounds(new) == 2  # the three tokens are lost again: it has saved nothing
     assert rounds(Ledger(saved=30.0)) == 12  # 8 + 0.2 (30 - 12) = 11.6
     proven = Ledger(saved=200.0)
     assert [rounds(proven), rounds(proven)] == [17, 9]
+
+
+@pytest.mark.parametrize(
+    ("row", "texts", "parked"), [(1.1, 0, False), (1.1, 1, False), (1.1, 2, True), (1.6, 1, True)]
+)
+def test_a_hard_text_does_not_leave_the_next_one_undrafted(
+    row: float, texts: int, parked: bool
+) -> None:
+    """Unless drafts failed in the one before, too, or rounds lost very much."""
+    rows = tuple(row + 0.02 * n for n in range(8))
+    curve = Curve((64, 2048), (1.0, 1.0), (0.2, 0.2), (rows, rows))
+    machine = Machine(curve, noise=0.0)
+    auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: machine.now)
+    for _ in range(texts):
+        replay(Trace(np.full((80, 7), -1.0), np.zeros(80, int)), auto, machine, 64)
+        assert auto.parked
+    auto.begin(Statistics(), make_sampler(0), 64)
+    assert auto.parked == parked
 
 
 def test_hard_sentences_do_not_park_a_drafter_that_pays() -> None:

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dspine_mlx.dflash import Proposal, top_k
+from dspine_mlx.dflash import Independent, Proposal, top_k
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.selection import select
+from dspine_mlx.selection import Evidence, log_odds, select
 from tests.tiny import tiny_dflash, tiny_target
 
 
@@ -79,15 +79,17 @@ def test_slots_on_their_own_need_no_walk(cap: float | None, top_k: int) -> None:
     """Their best tokens and the evidence are what the walk finds, also where a cap makes scores
     equal."""
     drafter = tiny_dflash(tiny_target(), final_logit_softcapping=cap, top_k=top_k)
-    proposal = drafter.propose(3, drafter.no_features(), drafter.make_cache())
-    assert proposal.best is not None
-    stop = proposal.best[3:4]
-    for own in (proposal, proposal._replace(confidence=mx.full(proposal.candidates.shape, 0.8))):
-        short, walked = select(own, stop=stop), select(own._replace(best=None), stop=stop)
+    own = drafter.propose(3, drafter.no_features(), drafter.make_cache())
+    assert isinstance(own, Independent)
+    ends = frozenset(own.best().tolist()[3:4])
+    for confidence in (None, mx.linspace(0.2, 0.8, 7)):
+        own.confidence = confidence
+        short, walked = select(own, ends=ends), select(own.ranked(), ends=ends)
         assert short.tokens.tolist() == walked.tokens.tolist()
         assert short.evidence is not None
         assert walked.evidence is not None
-        assert mx.allclose(short.evidence, walked.evidence, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(short.evidence.log_odds(), walked.evidence.log_odds(), rtol=1e-5)
+        assert select(own, weigh=False).evidence is None
 
 
 @pytest.mark.parametrize("sampler", [None, Sampler(temp=0.7)])
@@ -101,6 +103,31 @@ def test_evidence_is_there_if_asked_for(sampler: Sampler | None) -> None:
     assert drafts[0].evidence is not None
     assert drafts[1].evidence is None
     assert drafts[1].outlook is None
+
+
+@given(
+    st.lists(st.lists(st.floats(-8, 8), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.integers(0, 5),
+)
+def test_log_odds_of_laws_and_confidences(scores: list[list[float]], end: int) -> None:
+    """Against float64: log p/(1 - p) of the top entry, and of the confidence; -inf after an end."""
+    law = np.exp(np.array(scores))
+    law = (law / law.sum(axis=1, keepdims=True)).astype(np.float32)
+    top, tokens = law.argmax(axis=1), mx.arange(len(law))
+    p = law.astype(float)
+    others = np.array([np.delete(row, i).sum() for row, i in zip(p, top, strict=True)])
+    wanted = np.log(p.max(axis=1) / others)
+    wanted[end + 1 :] = -np.inf
+    found = Evidence(tokens, mx.array(law), frozenset([end])).log_odds()
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    sure = np.clip(p[:, 0], 1e-6, 1 - 1e-6).astype(np.float32)
+    found = Evidence(tokens, mx.array(sure)).log_odds()
+    np.testing.assert_allclose(found, np.log(sure / (1 - sure.astype(float))), rtol=1e-6)
+
+
+def test_log_odds_of_certainty() -> None:
+    assert [log_odds(c) for c in (0.0, 1.0, [0.0, 1.0])] == [-np.inf, np.inf, np.inf]
+    assert all(np.isnan(log_odds(c)) for c in (np.nan, [np.nan, np.nan]))
 
 
 def path_law(proposal: Proposal, temperature: float) -> np.ndarray:
@@ -168,18 +195,21 @@ def test_no_slot_stands_after_a_stop_token(sampler: Sampler | None) -> None:
     """Tokens and laws stay as they are; the evidence of all later slots is -inf."""
     proposal = random_proposal(6, 4, 50)
     plain = select(proposal)
-    stop = mx.array([999, plain.tokens[2].item()], mx.uint32)
+    stop = [999, None, plain.tokens[2].item()]
     key = mx.array(mx.random.state[0])
     free = select(proposal, sampler)
     mx.random.state[0][:] = key
-    bound = select(proposal, sampler, stop=stop)
+    bound = select(proposal, sampler, ends=frozenset(stop))
     assert mx.array_equal(bound.tokens, free.tokens)
-    ends = [t in stop.tolist() for t in free.tokens.tolist()]
+    ends = [t in stop for t in free.tokens.tolist()]
     after = [any(ends[:i]) for i in range(6)]
-    wanted = np.where(after, -np.inf, np.array(free.evidence))
-    np.testing.assert_array_equal(np.array(bound.evidence), wanted)
+    assert free.evidence is not None
+    assert bound.evidence is not None
+    wanted = np.where(after, -np.inf, free.evidence.log_odds())
+    np.testing.assert_array_equal(bound.evidence.log_odds(), wanted)
     if sampler is None:
         assert after == [False] * 3 + [True] * 3
     else:
-        outlook = np.array(bound.outlook)  # of the greedy path, whatever was drawn
+        assert bound.outlook is not None
+        outlook = bound.outlook.log_odds()  # of the greedy path, whatever was drawn
         assert np.isneginf(outlook).tolist() == [False] * 3 + [True] * 3

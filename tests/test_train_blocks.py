@@ -89,7 +89,8 @@ def test_refined_states_are_the_transition_table() -> None:
     for s in range(2):
         anchor = batch.anchors[s, 0].item()
         features = batch.features[s : s + 1, :anchor]
-        proposal = drafter.propose(batch.tokens[s, anchor], features, drafter.make_cache())
+        cache = drafter.make_cache()
+        proposal = drafter.propose(batch.tokens[s, anchor], features, cache).ranked()
         assert states.refined is not None
         scores = drafter.target.head(states.refined[s, 0])
         for t in range(1, drafter.config.num_proposals):

@@ -62,7 +62,8 @@ def main() -> None:
             changed = rows = 0
             for n in anchors.tolist():
                 a, b = (
-                    d.propose(tokens[n], features[:, :n], d.make_cache()) for d in (exact, drafter)
+                    d.propose(tokens[n], features[:, :n], d.make_cache()).ranked()
+                    for d in (exact, drafter)
                 )
                 for x, y in common_rows(a, b):
                     gaps.append(float(np.abs(x - y).max()))

@@ -19,11 +19,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dspine_mlx.calibration import Calibration, fit, uncalibrated
+from dspine_mlx.calibration import Calibration, fit, sigmoid, uncalibrated
 from dspine_mlx.costs import Costs, Curve
 from dspine_mlx.response import Statistics
 from dspine_mlx.schedule import Auto, Fixed, Policy
-from dspine_mlx.selection import Draft
+from dspine_mlx.selection import Draft, Evidence
 
 HERE = Path(__file__).parent
 DEPTHS = (512, 16384)
@@ -40,8 +40,8 @@ class Trace:
         """Token 1 stands for agreement: the watched text is all ones."""
         M = self.evidence.shape[1]
         tokens = np.where(np.arange(M) < self.stands[position], 1, 0)
-        evidence = mx.array(self.evidence[position].astype(np.float32))
-        return Draft(mx.array(tokens), mx.array(tokens[:, None]), None, evidence)
+        tokens, chances = mx.array(tokens), mx.array(sigmoid(self.evidence[position]))
+        return Draft(tokens, tokens[:, None], None, Evidence(tokens, chances))
 
 
 def curve_of(entry: dict[str, Any], slots: int) -> Curve:
@@ -177,7 +177,8 @@ def record(model: Any, tokenizer: Any, drafter: Any, prompt: str, tokens: int) -
     for i in range(len(given), len(text) - M):
         draft = select(drafter.propose(text[i - 1], features[:, cache[0].offset : i - 1], cache))
         agree = draft.tokens == mx.array(text[i : i + M])
-        evidence.append(np.array(draft.evidence))
+        assert draft.evidence is not None
+        evidence.append(draft.evidence.log_odds())
         stands.append(mx.cumprod(agree.astype(mx.int32)).sum().item())
     return Trace(np.array(evidence), np.array(stands))
 

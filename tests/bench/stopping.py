@@ -24,7 +24,7 @@ import dspine_mlx
 from dspine_mlx.calibration import sigmoid
 from dspine_mlx.lengths import admitted
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.selection import evidence
+from dspine_mlx.selection import log_odds
 from tests.bench.simulate import HERE, curve_of
 
 GRID = np.exp(np.linspace(np.log(1e-4), 0, 32))
@@ -54,12 +54,12 @@ def record(path: Path, texts: int, temp: float, every: int = 4) -> list[Table]:
         draft_cache, first = drafter.make_cache(), len(given)
         for i in range(first, first + len(text), every):
             new = features[:, draft_cache[0].offset : i]
-            proposal = drafter.propose([*given, *text][i], new, draft_cache)
+            proposal = drafter.propose([*given, *text][i], new, draft_cache).ranked()
             M, K = proposal.candidates.shape
             start = mx.broadcast_to(proposal.first, (1, K, K))
             q = sampler.draft_law(mx.concatenate([start, proposal.transitions]))
-            odds = evidence(None, mx.zeros((1,)), q.reshape(M * K, K)).reshape(M, K)
-            tables.append(Table(np.array(q, float), sigmoid(np.clip(np.array(odds), -20, 20))))
+            odds = [[log_odds(law) for law in rows] for rows in q.tolist()]
+            tables.append(Table(np.array(q, float), sigmoid(np.clip(odds, -20, 20))))
     return tables
 
 

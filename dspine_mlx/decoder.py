@@ -20,7 +20,7 @@ from dspine_mlx.response import Statistics
 from dspine_mlx.rollback import Rollback
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft, Ends, select
-from dspine_mlx.verification import accept
+from dspine_mlx.verification import Rows, accept, normalised
 
 Token = tuple[int, mx.array, bool]  # id, logprobs [V], whether the drafter proposed it
 Checkpoints = Mapping[int, Callable[[list[Any]], None]]  # by the number of prompt tokens
@@ -189,17 +189,17 @@ class Decoder:
         logits, self.features = self.drafter.target.forward(tokens, self.cache, taps, start)
         return logits
 
-    def logprobs(self, logits: mx.array) -> mx.array:
-        """Logprobs [n, V] under the user's processors, each row with the tokens up to it."""
-        if self.processors:
-            context, rows = mx.concatenate([self.history, self.fed]), []
-            for i in range(len(logits)):
-                seen, row = context[: self.history.size + i + 1], logits[i : i + 1]
-                for processor in self.processors:
-                    row = processor(seen, row)
-                rows.append(row)
-            logits = mx.concatenate(rows)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    def processed(self, logits: mx.array) -> mx.array:
+        """Logits [n, V] under the user's processors, each row with the tokens up to it."""
+        if not self.processors:
+            return logits
+        context, rows = mx.concatenate([self.history, self.fed]), []
+        for i in range(len(logits)):
+            seen, row = context[: self.history.size + i + 1], logits[i : i + 1]
+            for processor in self.processors:
+                row = processor(seen, row)
+            rows.append(row)
+        return mx.concatenate(rows)
 
     def tokens(self, policy: Policy, budget: float) -> Iterator[Token]:
         """Rounds while drafting pays, plain decoding while it does not, until `budget` tokens or a
@@ -264,19 +264,19 @@ class Decoder:
         drafted = [] if draft is None else [draft.tokens[:length].astype(anchor.dtype)]
         fed = mx.concatenate([anchor, *drafted])
         with self.rollback.verifying(fed):
-            logits = self.feed(fed, start=True)
+            rows = Rows(self.processed(self.feed(fed, start=True)))
         self.rows, self.pending = 1, None
-        logprobs = self.logprobs(logits)
         if draft is None:
-            n, tokens = 0, [self.sampler(logprobs).item()]
+            n, tokens = 0, [self.sampler(rows.logprobs(1)).item()]
         else:
             tested = length if draft.q is None else length + 1  # the last row can test one more
-            n, following = accept(draft.first(tested), logprobs, self.sampler)
+            n, following = accept(draft.first(tested), rows, self.sampler)
             tokens = [*draft.tokens.tolist()[:n], following]
         end = next((i for i, token in enumerate(tokens) if token in self.ends), n)
-        rows = [mx.take(logprobs, mx.array(i), axis=0) for i in range(end + 1)]
-        mx.async_eval(rows)  # copies: a kept response must not keep the whole block's logprobs
-        block = [(tokens[i], row, i < n) for i, row in enumerate(rows)]
+        logprobs = rows.logprobs(end + 1)
+        copies = [mx.take(logprobs, mx.array(i), axis=0) for i in range(end + 1)]
+        mx.async_eval(copies)  # a kept response must not keep the whole block's logprobs
+        block = [(tokens[i], row, i < n) for i, row in enumerate(copies)]
         self.features = self.features[:, : 1 + n]
         return block, mx.array(tokens[-1:], anchor.dtype), min(n, end + 1)
 
@@ -317,7 +317,7 @@ class Decoder:
 
     def step(self, token: mx.array) -> tuple[mx.array, mx.array]:
         """The features are left to whoever takes them in: their layers are evaluated anyway."""
-        logprobs = self.logprobs(self.feed(token))
+        logprobs = normalised(self.processed(self.feed(token)))
         sampled, row = self.sampler(logprobs), logprobs.squeeze(0)
         mx.async_eval(sampled, row)
         return sampled, row

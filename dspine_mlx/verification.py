@@ -11,14 +11,36 @@ from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft
 
 
-def accept(draft: Draft, logprobs: mx.array, sampler: SamplerFunction) -> tuple[int, int]:
+class Rows:
+    """The target's rows of a block, as logits [l + 1, V] on the anchor and the draft's first l
+    tokens; logprobs are computed of as many as are asked for."""
+
+    def __init__(self, logits: mx.array):
+        self.logits = logits
+        self.known: mx.array | None = None  # logprobs
+
+    def logprobs(self, rows: int) -> mx.array:
+        """Of the first rows: [rows, V], as mlx-lm computes them."""
+        if self.known is None or len(self.known) < rows:
+            self.known = normalised(self.logits[:rows])
+        return self.known[:rows]
+
+
+def normalised(logits: mx.array) -> mx.array:
+    """mlx-lm's logprobs of logits."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def accept(draft: Draft, rows: Rows, sampler: SamplerFunction) -> tuple[int, int]:
     """The number n of drafted tokens that stand, and the token that follows them.
 
-    logprobs: [l + 1, V], the target's on the anchor and the draft's first l tokens. A one-hot draft
-    has l tokens and is compared with what the sampler picks from each row. A draft with a law is
-    put to a ratio test, as a block; it may have l + 1 tokens: the last row then tests the last
-    token, which follows if it stands. Evaluates once.
+    A one-hot draft has l tokens and is compared with what the sampler picks from each row. A draft
+    with a law is put to a ratio test, as a block; it may have l + 1 tokens: the last row then tests
+    the last token, which follows if it stands. Evaluates once.
     """
+    if draft.q is None and sampler is greedy_sampler:
+        return match_greedy(draft.tokens, rows)
+    logprobs = rows.logprobs(len(rows.logits))
     if draft.q is None:
         return match(draft.tokens, logprobs, sampler)
     if not isinstance(sampler, Sampler):
@@ -37,6 +59,27 @@ def accept(draft: Draft, logprobs: mx.array, sampler: SamplerFunction) -> tuple[
         n = mx.minimum(n, len(p) - 1)
     mx.eval(n, following)
     return n.item(), following.item()
+
+
+def match_greedy(tokens: mx.array, rows: Rows) -> tuple[int, int]:
+    """`match` for the greedy sampler, which picks from logprobs, mostly without computing them.
+
+    Subtracting the normaliser keeps the order of logits, but rounding may make the best of them
+    equal, and then the first one wins. The best logprob is above -16, where numbers are 8 eps
+    apart: only logits that lie as close to the best can come to equal it. Where there are any in a
+    row that matters, logprobs decide.
+    """
+    step = 8 * mx.finfo(rows.logits.dtype).eps
+    best = mx.argmax(rows.logits, axis=-1)
+    near = rows.logits >= rows.logits.max(axis=-1, keepdims=True) - step
+    contenders = near.sum(axis=-1)
+    mx.eval(tokens, best, contenders)
+    wanted = best.tolist()
+    pairs = zip(tokens.tolist(), wanted, strict=False)
+    n = next((i for i, (x, y) in enumerate(pairs) if x != y), len(tokens))
+    if contenders.tolist()[: n + 1] != [1] * (n + 1):
+        return match(tokens, rows.logprobs(len(wanted)), greedy_sampler)
+    return n, wanted[n]
 
 
 def match(tokens: mx.array, logprobs: mx.array, sampler: SamplerFunction) -> tuple[int, int]:

@@ -13,7 +13,15 @@ from scipy import stats
 
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft
-from dspine_mlx.verification import accept, acceptance, match, residual
+from dspine_mlx.verification import (
+    Rows,
+    accept,
+    acceptance,
+    match,
+    match_greedy,
+    normalised,
+    residual,
+)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -100,7 +108,7 @@ def test_accept_draws_what_the_rules_say(biased: bool) -> None:
         draft, _, rows = toy.draft((first, second))
         if biased:
             draft = draft._replace(q=mx.full((2, 3), 1 / 3))
-        n, following = accept(draft, mx.log(mx.array(rows)), Sampler(temp=1))
+        n, following = accept(draft, Rows(mx.log(mx.array(rows))), Sampler(temp=1))
         counts[draft.tokens[0].item() if n else following] += 1
     law = toy.target[5].astype(np.float64)
     p_value = stats.chisquare(counts, law / law.sum() * 3000).pvalue
@@ -119,7 +127,7 @@ def test_a_token_the_target_excludes_is_never_kept() -> None:
     logprobs = mx.log(mx.array([[0.1, 0.6, 0.3], [0.2, 0.3, 0.5]]))
     draft = Draft(mx.array([0]), mx.array([[0, 2]]), mx.array([[0.9, 0.1]]))
     for _ in range(20):
-        assert accept(draft, logprobs, Sampler(temp=1, top_k=1)) == (0, 1)
+        assert accept(draft, Rows(logprobs), Sampler(temp=1, top_k=1)) == (0, 1)
 
 
 def test_greedy_match_counts_the_leading_agreement() -> None:
@@ -127,6 +135,57 @@ def test_greedy_match_counts_the_leading_agreement() -> None:
     for tokens, expected in (([3, 1, 4], (3, 0)), ([3, 1, 2], (2, 4)), ([0, 1, 4], (0, 3))):
         assert match(mx.array(tokens), logprobs, greedy_sampler) == expected
     assert match(mx.array([], mx.uint32), logprobs[:1], greedy_sampler) == (0, 3)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    dtype=st.sampled_from([mx.float32, mx.float16, mx.bfloat16]),
+    V=st.sampled_from([2, 50, 4000]),
+    level=st.floats(-40, 40),
+    steps=st.integers(1, 6),
+    seed=st.integers(0, 999),
+)
+def test_logits_decide_as_logprobs_do(
+    dtype: mx.Dtype, V: int, level: float, steps: int, seed: int
+) -> None:
+    """Logits a few rounding steps apart, at all levels; drafts that agree for a while."""
+    rng = np.random.default_rng(seed)
+    gap = float(np.spacing(np.float32(max(abs(level), 1e-3)))) * {mx.float32: 1}.get(
+        dtype, 2**13 if dtype == mx.float16 else 2**16
+    )
+    logits = mx.array(level + gap * rng.integers(0, steps, (5, V))).astype(dtype)
+    wanted = mx.argmax(normalised(logits), axis=-1).tolist()
+    for n in range(5):
+        tokens = mx.array([*wanted[:n], *[(x + 1) % V for x in wanted[n:4]]])
+        assert match_greedy(tokens, Rows(logits)) == (n, wanted[n])
+
+
+def test_rounding_makes_logits_equal_that_differ() -> None:
+    """Why logprobs have to be asked: of two logits the second is the larger, by less than the
+    difference of numbers near their logprobs of about -8."""
+    logits = mx.full((2, 4000), 0.5)
+    logits[:, 7], logits[:, 9] = 0.5 + 2**-22, 0.5 + 2**-21
+    assert mx.argmax(logits, axis=-1).tolist() == [9, 9]
+    wanted = mx.argmax(normalised(logits), axis=-1).tolist()
+    assert wanted[0] != 9
+    assert match_greedy(mx.array(wanted[:1]), Rows(logits)) == (1, wanted[1])
+
+
+def test_clear_rows_need_no_logprobs_and_one_unclear_row_behind_the_end_does_not_matter() -> None:
+    logits = 4 * mx.eye(5)[mx.array([3, 1, 4, 0])]
+    logits[3] = 0.0
+    rows = Rows(logits)
+    assert match_greedy(mx.array([3, 2, 4]), rows) == (1, 1)
+    assert rows.known is None
+    assert match_greedy(mx.array([3, 1, 4]), rows) == (3, 0)
+    assert rows.known is not None
+
+
+def test_logprobs_of_some_rows_are_those_of_all() -> None:
+    logits = mx.random.normal((4, 30), key=mx.random.key(0))
+    rows = Rows(logits)
+    for count in (2, 1, 4, 3):
+        assert mx.array_equal(rows.logprobs(count), normalised(logits)[:count])
 
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -142,8 +201,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings_", SAMPLERS.values(), ids=SAMPLERS)
 def test_match_leaves_the_random_state_of_plain_decoding(settings_: dict[str, Any]) -> None:
     sampler = make_sampler(**settings_)
-    logits = mx.random.normal((6, 40))
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = normalised(mx.random.normal((6, 40)))
     mx.random.seed(11)
     plain = [sampler(row[None]).item() for row in logprobs]
     for n in range(6):

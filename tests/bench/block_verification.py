@@ -17,7 +17,7 @@ import dspine_mlx
 from dspine_mlx import decoder
 from dspine_mlx.sampling import Sampler
 from dspine_mlx.selection import Draft
-from dspine_mlx.verification import accept, acceptance, block_chances
+from dspine_mlx.verification import Rows, accept, acceptance, block_chances
 
 
 def main() -> None:
@@ -31,14 +31,14 @@ def main() -> None:
     model, tokenizer, drafter = dspine_mlx.load()
     rounds: list[tuple[float, float]] = []
 
-    def both(draft: Draft, logprobs: mx.array, sampler: Any) -> tuple[int, int]:
-        p = sampler.law(logprobs)
+    def both(draft: Draft, rows: Rows, sampler: Any) -> tuple[int, int]:
+        p = sampler.law(rows.logprobs(len(rows.logits)))
         if draft.q is not None and len(draft.tokens):
             alone = np.array(acceptance(draft, p), np.float64)
             block = np.array(block_chances(draft, p)[1], np.float64)
             fails = np.cumprod((1 - block)[::-1])[::-1]
             rounds.append((float(np.cumprod(alone).sum()), float((1 - fails).sum())))
-        return accept(draft, logprobs, sampler)
+        return accept(draft, rows, sampler)
 
     decoder.accept = both
     mx.random.seed(0)

@@ -1,5 +1,7 @@
 """Fixtures for all tests."""
 
+import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +9,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dspine_mlx import costs
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.load import DEMO
+from tests.checkpoints import dspine_specforge, save
 from tests.serving import ALL, Server, scripted_pair, serving
 from tests.tiny import tiny_target
 
@@ -44,6 +48,33 @@ def server(scripted: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     flags = ("--model", scripted[0], "--draft-model", scripted[1], "--max-request-mb", "4", *ALL)
     with serving("dspine_mlx.server", tmp_path_factory.mktemp("server"), *flags) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For training: a tiny Qwen3 with the shipped tokenizer, as a folder."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_target()
+    (folder / "config.json").write_text(json.dumps(vars(model.args)))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "target" / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For training: 20 questions with their answers."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [{"prompt": f"What is {i} + 1?", "completion": f"{i} + 1 = {i + 1}"} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """For conversion: a small checkpoint as published, in two files."""
+    return save(tmp_path / "source", *dspine_specforge(), shards=2)
 
 
 @pytest.fixture(autouse=True)

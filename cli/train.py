@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +17,8 @@ from dspine_mlx.errors import InputError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from dspine_mlx.train.run import Run
+    from dspine_mlx.train.config import LossConfig
+    from dspine_mlx.train.run import Job, Run
 
 app = typer.Typer(help="Train a drafter for a target, in MLX.", no_args_is_help=True)
 
@@ -125,65 +126,90 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) -> None:
     """Build the run, train it, and leave OUTPUT/drafter."""
-    import mlx.core as mx
-
     from dspine_mlx.convert.layouts import METHODS
-    from dspine_mlx.train.export import check_layout, export
-    from dspine_mlx.train.loop import Record, train
+    from dspine_mlx.train.export import check_layout
     from dspine_mlx.train.plot import plot as draw
-    from dspine_mlx.train.run import build
 
     method, reduced = METHODS[todo.method][0], todo.drafter.get("draft_vocab_size")
     check_layout(method, reduced, drafter.layout is Layout.hf)
     with progress_bar() as bar, interruptible() as interrupted:
-        task = bar.add_task("loading", total=None)
-
-        def loading(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        job = build(todo, output, loading)
-        done = job.trainer.finished and (output / "drafter").exists()
+        job = prepare(todo, output, bar)
         if not resume:
             todo.save(output)
-        for message in job.skipped:
-            typer.echo(message, err=True)
-        trainer = job.trainer
-        bar.reset(task, total=trainer.config.steps, completed=trainer.step)
-
-        def report(record: Record) -> None:
-            text = "loss {loss:.3f}  acceptance {greedy:.2f} greedy, {sampled:.2f} sampled"
-            bar.update(task, description=text.format(**record), completed=trainer.step)
-
-        dtypes = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-
-        def keep() -> None:
-            trainer.save_best(output)
-            export(
-                trainer.drafter,
-                output / "drafter",
-                todo.loss,
-                hf=drafter.layout is Layout.hf,
-                dtype=dtypes[drafter.dtype],
-                replace=True,
-            )
-
-        finished = train(
-            trainer, job.held_out, output, export=keep, report=report, stop=interrupted.is_set
-        )
-        if finished and not (output / "drafter").exists():
-            trainer.restore_best(output)
-            keep()
+        kept = job.trainer.finished and (output / "drafter").exists()
+        finished = train(job, output, bar, interrupted, writer(job, todo.loss, output, drafter))
     if plot:
         draw(output / "log.jsonl", output / "curves.png")
     if not finished:
         typer.echo(
-            f"Saved at step {trainer.step}. Go on with: dspine-mlx train run {output} --resume"
+            f"Saved at step {job.trainer.step}. Go on with: dspine-mlx train run {output} --resume"
         )
         raise typer.Exit(130)
     where = f"The drafter is in {output / 'drafter'}"
     typer.echo(
-        f"{where} since earlier; move it away to have it written again." if done else f"{where}."
+        f"{where} since earlier; move it away to have it written again." if kept else f"{where}."
     )
+
+
+def prepare(todo: "Run", output: Path, bar: "Progress") -> "Job":
+    """The run's data, target, drafter and state; says which lines of data are left out."""
+    from dspine_mlx.train.run import build
+
+    task = bar.add_task("loading", total=None)
+
+    def loading(what: str, done: int, total: int) -> None:
+        bar.update(task, description=what, completed=done, total=total)
+
+    job = build(todo, output, loading)
+    bar.remove_task(task)
+    for message in job.skipped:
+        typer.echo(message, err=True)
+    return job
+
+
+def writer(job: "Job", loss: "LossConfig", output: Path, drafter: Drafter) -> Callable[[], None]:
+    """Keeps the weights as they are now as the best, and writes OUTPUT/drafter."""
+    import mlx.core as mx
+
+    from dspine_mlx.train.export import export
+
+    dtypes = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+    def write() -> None:
+        job.trainer.save_best(output)
+        export(
+            job.trainer.drafter,
+            output / "drafter",
+            loss,
+            hf=drafter.layout is Layout.hf,
+            dtype=dtypes[drafter.dtype],
+            replace=True,
+        )
+
+    return write
+
+
+def train(
+    job: "Job", output: Path, bar: "Progress", interrupted: Event, write: Callable[[], None]
+) -> bool:
+    """Train to the end or to Ctrl-C: whether it came to the end. A finished run's drafter that is
+    gone is written again, of the best step."""
+    from dspine_mlx.train import loop
+
+    trainer = job.trainer
+    task = bar.add_task("training", total=trainer.config.steps, completed=trainer.step)
+
+    def report(record: loop.Record) -> None:
+        text = "loss {loss:.3f}  acceptance {greedy:.2f} greedy, {sampled:.2f} sampled"
+        bar.update(task, description=text.format(**record), completed=trainer.step)
+
+    finished = loop.train(
+        trainer, job.held_out, output, export=write, report=report, stop=interrupted.is_set
+    )
+    if finished and not (output / "drafter").exists():
+        trainer.restore_best(output)
+        write()
+    return finished
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from dspine_mlx.policy import Policy
 from dspine_mlx.response import Statistics
 from dspine_mlx.rollback import Rollback
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.selection import Draft, Ends, select
+from dspine_mlx.selection import Draft, Stops, select
 from dspine_mlx.verification import Rows, accept, normalised
 
 Token = tuple[int, mx.array, bool]  # id, logprobs [V], whether the drafter proposed it
@@ -130,7 +130,7 @@ class Decoder:
     sampler: SamplerFunction = greedy_sampler
     processors: list[LogitsProcessor] = field(default_factory=list)
     kv: KVQuantization = field(default_factory=KVQuantization)
-    ends: Ends = frozenset()
+    stops: Stops = frozenset()
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
     kept: bool = True  # somebody goes on with the caches after the text
@@ -207,7 +207,7 @@ class Decoder:
         self.context.wanted = lambda: not policy.hopeless(self.rollback.position)
         while budget > 0:
             for token in (self.plain if policy.parked else self.speculate)(policy, budget):
-                budget = 0 if token[0] in self.ends else budget - 1
+                budget = 0 if token[0] in self.stops else budget - 1
                 yield token
 
     def speculate(self, policy: Policy, budget: float) -> Iterator[Token]:
@@ -216,7 +216,7 @@ class Decoder:
         anchor = self.pending
         while True:
             budget -= len(block)
-            ended = budget < 1 or policy.parked or (bool(block) and block[-1][0] in self.ends)
+            ended = budget < 1 or policy.parked or (bool(block) and block[-1][0] in self.stops)
             limit = int(min(self.drafter.config.num_proposals, budget - 1, self.width_limit()))
             started = time.perf_counter()
             draft = None if ended or limit < 1 else self.propose(anchor, policy)
@@ -244,7 +244,7 @@ class Decoder:
         sampled = isinstance(self.sampler, Sampler) and self.draft_filter is None
         proposal = self.context.propose(anchor, self.features)
         sampler = self.sampler if sampled else None
-        draft = select(proposal, sampler, self.drafter.kernels, self.ends, policy.weighs)
+        draft = select(proposal, sampler, self.drafter.kernels, self.stops, policy.weighs)
         mx.async_eval(draft.tokens, draft.evidence, draft.outlook)
         return draft
 
@@ -272,7 +272,7 @@ class Decoder:
             tested = length if draft.q is None else length + 1  # the last row can test one more
             n, following = accept(draft.first(tested), rows, self.sampler)
             tokens = [*draft.tokens.tolist()[:n], following]
-        end = next((i for i, token in enumerate(tokens) if token in self.ends), n)
+        end = next((i for i, token in enumerate(tokens) if token in self.stops), n)
         logprobs = rows.logprobs(end + 1)
         copies = [mx.take(logprobs, mx.array(i), axis=0) for i in range(end + 1)]
         mx.async_eval(copies)  # a kept response must not keep the whole block's logprobs
@@ -310,7 +310,7 @@ class Decoder:
             read = token.item()
             policy.plain(read, logprobs, started, depth)
             yield read, logprobs, False
-            if read in self.ends:
+            if read in self.stops:
                 return
             budget -= 1
             token, logprobs = following

@@ -39,7 +39,7 @@ class Independent:
 
     drafter: "DFlash"
     logits: mx.array  # [M, V] of the drafter's head
-    confidence: mx.array | None = None  # [M] that slot t stands
+    confidence: mx.array | None = None  # [M] that slot t stands given that t - 1 does
 
     def best(self) -> mx.array:
         """Ids [M] of the best tokens."""
@@ -53,7 +53,7 @@ class Independent:
 
     def ranked(self) -> Proposal:
         """T_t[i, j] = U_t(v_j)"""
-        ids, scores = self.drafter.ranked(self.logits)
+        ids, scores = self.drafter.rank(self.logits)
         M, K = scores.shape
         table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))
         confidence = self.confidence
@@ -256,9 +256,9 @@ class DFlash(nn.Module):
 
     def candidates(self, states: mx.array) -> tuple[mx.array, mx.array]:
         """Ids of each slot's K best tokens and their base scores, from normalised states [M, d]."""
-        return self.ranked(self.target.head(states))
+        return self.rank(self.target.head(states))
 
-    def ranked(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+    def rank(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """The same from the head's logits [M, V]."""
         ids, values = top_k(logits, self.config.top_k)
         return ids, self.scale_scores(values)

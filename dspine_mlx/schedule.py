@@ -63,8 +63,7 @@ class Round:
     """A round in the making, and what came of it."""
 
     depth: int
-    odds: list[float]  # of the drafted tokens
-    outlook: list[float]  # along the greedy path
+    outlook: list[float]  # log-odds along the greedy path
     chances: list[float]
     drafting: float  # seconds
     begun: float  # the clock when verifying began
@@ -81,7 +80,8 @@ class Auto:
     drafting is parked.
     While parked, a draft is made now and then and only compared with the plain tokens that follow,
     so a probe costs one proposal. It is repeated less and less often while it shows no gain. A new
-    text is drafted again while that may lose more than a token, unless rounds lost far too much.
+    text is drafted again while the ledger lets it owe more than a token, unless rounds lost far too
+    much.
     While drafting, a few plain tokens now and then keep the cost of plain decoding known.
     """
 
@@ -98,7 +98,7 @@ class Auto:
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
         self.ledger = Ledger()
-        self.round: Round | None = None  # the newest, until it has been learnt from
+        self.newest: Round | None = None  # until it has been learnt from
         self.stretch = 0  # plain tokens left of a check
         self.rounds_left = CHECK  # before plain decoding is timed again
         self.interval = self.countdown = FIRST_PROBE
@@ -117,6 +117,8 @@ class Auto:
             self.belief.relax()
             self.tokens, self.seconds, self.countdown = self.tokens / 4, self.seconds / 4, 0
             self.parked = self.ledger.allowance <= LEAST or self.gain(depth) < LOSING
+            if self.explain and not self.parked:
+                self.explain(f"another text: drafted again at {depth}")
         if self.hopeless(depth):
             self.parked = True
 
@@ -163,7 +165,7 @@ class Auto:
         now = self.clock()
         odds, outlook = self.log_odds(draft)
         chances = self.belief.chances(odds)
-        self.round = Round(depth, odds, outlook, chances, seconds + now - started, now)
+        self.newest = Round(depth, outlook, chances, seconds + now - started, now)
         return self.choose(odds, outlook, chances[:limit], depth)
 
     def log_odds(self, draft: Draft) -> tuple[list[float], list[float]]:
@@ -174,8 +176,8 @@ class Auto:
         return odds, odds if draft.outlook is None else of(draft.outlook.log_odds())
 
     def learn(self, accepted: int, offered: int) -> None:
-        assert self.round is not None
-        this, depth = self.round, self.round.depth
+        assert self.newest is not None
+        this, depth = self.newest, self.newest.depth
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
         tokens, seconds = self.expected(this.chances[:offered], depth)
         self.count(tokens, seconds, fading=1 / MEMORY)
@@ -193,7 +195,7 @@ class Auto:
 
     def digest(self) -> None:
         """Learn costs and chances from the newest round, if it came to its end."""
-        this, self.round = self.round, None
+        this, self.newest = self.newest, None
         if this is None or this.offered < 0:
             return
         self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
@@ -328,7 +330,8 @@ class Auto:
         )
 
     def verdict(self, depth: int) -> str:
-        """Why this text was drafted or not, for the summary."""
+        """Why this text was drafted or not, for the summary; the text is over."""
+        self.digest()
         done = self.statistics
         if not done.plain:
             return f"drafted throughout: {self.comparison(depth)}"

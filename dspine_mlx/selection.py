@@ -10,7 +10,7 @@ from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.sampling import Sampler
 
-Ends = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
+Stops = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
 
 
 class Evidence(NamedTuple):
@@ -19,13 +19,13 @@ class Evidence(NamedTuple):
 
     tokens: mx.array  # [M]
     chances: mx.array  # [M] from its confidence, or the laws [M, K] that the slots picked from
-    ends: Ends = frozenset()
+    stops: Stops = frozenset()
 
     def log_odds(self) -> list[float]:
         """Log-odds [M] that slot t stands given that slot t - 1 does, uncalibrated: by the
         confidence, or of a law's top entry; -inf after a token that ends the text."""
         tokens, odds = self.tokens.tolist(), [log_odds(c) for c in self.chances.tolist()]
-        end = next((t for t, token in enumerate(tokens, 1) if token in self.ends), len(odds))
+        end = next((t for t, token in enumerate(tokens, 1) if token in self.stops), len(odds))
         return odds[:end] + [-math.inf] * (len(odds) - end)
 
 
@@ -45,7 +45,7 @@ class Draft(NamedTuple):
     """The tokens to verify, in order, and the law each was drawn from."""
 
     tokens: mx.array  # [M]
-    candidates: mx.array  # [M, K] that it was picked from
+    candidates: mx.array  # [M, K] that it was picked from; [M, 1] where nothing was ranked
     q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
     outlook: Evidence | None = None  # of the greedy path of a sampled draft, known before any draw
@@ -59,13 +59,13 @@ def select(
     proposal: Proposal | Independent,
     sampler: Sampler | None = None,
     kernels: Kernels = OFF,
-    ends: Ends = frozenset(),
+    stops: Stops = frozenset(),
     weigh: bool = True,
 ) -> Draft:
     """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
 
-    ends: tokens after which no slot can stand; weigh: with the evidence. Nothing is evaluated here.
-    With a sampler the draws come from `mx.random`'s global state.
+    stops: tokens after which no slot can stand; weigh: with the evidence. Nothing is evaluated
+    here. With a sampler the draws come from `mx.random`'s global state.
     """
     if sampler is None and isinstance(proposal, Independent):
         tokens, chances = proposal.best(), proposal.confidence
@@ -73,7 +73,7 @@ def select(
         if not weigh:
             return draft
         chances = proposal.law() if chances is None else chances
-        return draft._replace(evidence=Evidence(tokens, chances, ends))
+        return draft._replace(evidence=Evidence(tokens, chances, stops))
     proposal = proposal.ranked()
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
     noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
@@ -89,11 +89,11 @@ def select(
     draft = Draft(tokens_on(proposal, path), candidates, None if sampler is None else law)
     if not weigh:
         return draft
-    draft = draft._replace(evidence=evidence(proposal, path, law, ends))
+    draft = draft._replace(evidence=evidence(proposal, path, law, stops))
     if sampler is None:
         return draft
     greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
-    return draft._replace(outlook=evidence(proposal, *greedy, ends))
+    return draft._replace(outlook=evidence(proposal, *greedy, stops))
 
 
 def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:
@@ -101,11 +101,11 @@ def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:
     return mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
 
 
-def evidence(proposal: Proposal, path: mx.array, law: mx.array, ends: Ends) -> Evidence:
+def evidence(proposal: Proposal, path: mx.array, law: mx.array, stops: Stops) -> Evidence:
     """Of a path [M] of candidate indices, whose slots picked from the laws [M, K]."""
     tokens = tokens_on(proposal, path)
     if proposal.confidence is None:
-        return Evidence(tokens, law, ends)
+        return Evidence(tokens, law, stops)
     before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
     known = mx.take_along_axis(proposal.confidence, before[:, None], axis=1)[:, 0]
-    return Evidence(tokens, known, ends)
+    return Evidence(tokens, known, stops)

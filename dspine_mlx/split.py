@@ -139,9 +139,9 @@ def decode(
     """A text by one kind of decoder: the decoder, and seconds after the prefill."""
     cache = make_caches(pair.model, drafter, None, None)
     sampler = pair.sampler if pair.sampler.temp > 0 else greedy_sampler
-    ends = frozenset(pair.tokenizer.eos_token_ids)
+    stops = frozenset(pair.tokenizer.eos_token_ids)
     with wired_limit([pair.model, drafter], [generation_stream]), mx.stream(generation_stream):
-        decoder = kind(drafter, cache, sampler, ends=ends)
+        decoder = kind(drafter, cache, sampler, stops=stops)
         for _ in decoder.prefill(mx.array(prompt), PREFILL):
             pass
         started = time.perf_counter()

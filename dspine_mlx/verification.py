@@ -3,6 +3,8 @@
 p is the target's law under the user's sampler and processors, row by row; q is the drafter's.
 """
 
+import math
+
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.sample_utils import greedy_sampler
@@ -36,7 +38,7 @@ def accept(draft: Draft, rows: Rows, sampler: SamplerFunction) -> tuple[int, int
 
     A one-hot draft has l tokens and is compared with what the sampler picks from each row. A draft
     with a law is put to a ratio test, as a block; it may have l + 1 tokens: the last row then tests
-    the last token, which follows if it stands. Evaluates once.
+    the last token, which follows if it stands.
     """
     if draft.q is None and sampler is greedy_sampler:
         return match_greedy(draft.tokens, rows)
@@ -64,20 +66,22 @@ def accept(draft: Draft, rows: Rows, sampler: SamplerFunction) -> tuple[int, int
 def match_greedy(tokens: mx.array, rows: Rows) -> tuple[int, int]:
     """`match` for the greedy sampler, which picks from logprobs, mostly without computing them.
 
-    Subtracting the normaliser keeps the order of logits, but rounding may make the best of them
-    equal, and then the first one wins. The best logprob is above -16, where numbers are 8 eps
-    apart: only logits that lie as close to the best can come to equal it. Where there are any in a
-    row that matters, logprobs decide.
+    Subtracting the normaliser L keeps the order of logits, but rounding may make the best of them
+    equal, and then the first one wins. The best logprob is above -16 for V < e^15, and numbers
+    there are at most 8 eps apart: only logits that lie as close to the best can come to equal it.
+    (Where L is so large that its own rounding moves the best logprob beyond, logits are further
+    apart than that, and differences of such numbers are exact.) Where there are any in a row that
+    matters, or the best is not finite, logprobs decide.
     """
-    step = 8 * mx.finfo(rows.logits.dtype).eps
-    best = mx.argmax(rows.logits, axis=-1)
-    near = rows.logits >= rows.logits.max(axis=-1, keepdims=True) - step
-    contenders = near.sum(axis=-1)
-    mx.eval(tokens, best, contenders)
+    logits = rows.logits
+    best, top = mx.argmax(logits, axis=-1), logits.max(axis=-1, keepdims=True)
+    contenders = (logits >= top - 8 * mx.finfo(logits.dtype).eps).sum(axis=-1)
+    mx.eval(tokens, best, top, contenders)
     wanted = best.tolist()
     pairs = zip(tokens.tolist(), wanted, strict=False)
     n = next((i for i, (x, y) in enumerate(pairs) if x != y), len(tokens))
-    if contenders.tolist()[: n + 1] != [1] * (n + 1):
+    finite = all(math.isfinite(x) for x in top[: n + 1, 0].tolist())
+    if not finite or contenders.tolist()[: n + 1] != [1] * (n + 1):
         return match(tokens, rows.logprobs(len(wanted)), greedy_sampler)
     return n, wanted[n]
 

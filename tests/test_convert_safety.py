@@ -1,4 +1,4 @@
-"""Checkpoints that nobody vouches for, and conversions that are cut short."""
+"""Checkpoints that nobody vouches for."""
 
 import json
 import pickle

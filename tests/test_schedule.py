@@ -164,8 +164,8 @@ class Restless(Auto):
     """Parks after two rounds, probes at once, and resumes whatever the probe says."""
 
     def learn(self, accepted: int, offered: int) -> None:
-        assert self.round is not None
-        depth = self.round.depth
+        assert self.newest is not None
+        depth = self.newest.depth
         super().learn(accepted, offered)
         if self.rounds % 2:
             self.park(depth)
@@ -314,6 +314,41 @@ def test_what_a_drafter_may_owe_grows_with_what_it_saved_and_shrinks_when_it_fai
     assert rounds(Ledger(saved=30.0)) == 12  # 8 + 0.2 (30 - 12) = 11.6
     proven = Ledger(saved=200.0)
     assert [rounds(proven), rounds(proven)] == [17, 9]
+
+
+@pytest.mark.parametrize("after", ["another draft", "the text's end", "another text", "parking"])
+def test_a_round_is_learnt_from_once_and_soon(after: str) -> None:
+    """Its time and outcome: at the latest when the next draft is looked at, or none will be."""
+    curve = Curve((64, 2048), (1.0, 1.0), (0.5, 0.5), ((1.0,) * 8, (1.0,) * 8))
+    now = 0.0
+    auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: now)
+    trace = made_up(50, 7, 2.0, 0)
+
+    def state() -> tuple[float, int]:
+        return auto.costs.draft(64), auto.belief.rounds
+
+    auto.begin(Statistics(), make_sampler(0), 64)
+    before = state()
+    length = auto.length(trace.draft(0), 7, 64, 3.0)
+    assert state() == before  # a round that does not come to its end teaches nothing
+    length = auto.length(trace.draft(1), 7, 64, 3.0)
+    assert state() == before
+    now += 1.0
+    if after == "parking":
+        auto.ledger.owed = 1e9
+    auto.learn(0, length)
+    learnt = []
+    for _ in range(2):
+        if after == "another draft":
+            auto.length(trace.draft(2), 7, 65, 3.0)
+        elif after == "the text's end":
+            auto.verdict(65)
+        elif after == "another text":
+            auto.begin(Statistics(), make_sampler(0), 64)
+        learnt.append(state())
+    assert learnt[0] == learnt[1]
+    assert learnt[0][0] > 1.2 * before[0]
+    assert learnt[0][1] == 1
 
 
 @pytest.mark.parametrize(

@@ -81,15 +81,27 @@ def test_slots_on_their_own_need_no_walk(cap: float | None, top_k: int) -> None:
     drafter = tiny_dflash(tiny_target(), final_logit_softcapping=cap, top_k=top_k)
     own = drafter.propose(3, drafter.no_features(), drafter.make_cache())
     assert isinstance(own, Independent)
-    ends = frozenset(own.best().tolist()[3:4])
+    stops = frozenset(own.best().tolist()[3:4])
     for confidence in (None, mx.linspace(0.2, 0.8, 7)):
         own.confidence = confidence
-        short, walked = select(own, ends=ends), select(own.ranked(), ends=ends)
+        short, walked = select(own, stops=stops), select(own.ranked(), stops=stops)
         assert short.tokens.tolist() == walked.tokens.tolist()
         assert short.evidence is not None
         assert walked.evidence is not None
         np.testing.assert_allclose(short.evidence.log_odds(), walked.evidence.log_odds(), rtol=1e-5)
         assert select(own, weigh=False).evidence is None
+
+
+@pytest.mark.parametrize(("V", "K"), [(5, 16), (40, 16), (9000, 16), (9000, 1), (16, 16)])
+def test_the_law_of_slots_on_their_own_is_that_of_their_candidates(V: int, K: int) -> None:
+    """Softmax over the K best of all, in any order: small and large vocabularies are searched
+    differently."""
+    drafter = tiny_dflash(tiny_target(), top_k=K)
+    logits = mx.random.normal((3, V), key=mx.random.key(2))
+    best = -np.sort(-np.array(logits, np.float64), axis=-1)[:, :K]
+    wanted = np.exp(best) / np.exp(best).sum(axis=-1, keepdims=True)
+    found = -np.sort(-np.array(Independent(drafter, logits).law()), axis=-1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sampler", [None, Sampler(temp=0.7)])
@@ -199,7 +211,7 @@ def test_no_slot_stands_after_a_stop_token(sampler: Sampler | None) -> None:
     key = mx.array(mx.random.state[0])
     free = select(proposal, sampler)
     mx.random.state[0][:] = key
-    bound = select(proposal, sampler, ends=frozenset(stop))
+    bound = select(proposal, sampler, stops=frozenset(stop))
     assert mx.array_equal(bound.tokens, free.tokens)
     ends = [t in stop for t in free.tokens.tolist()]
     after = [any(ends[:i]) for i in range(6)]

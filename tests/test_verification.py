@@ -1,5 +1,6 @@
 """The law of what a round emits, computed exactly from the rules' own probabilities."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -150,9 +151,8 @@ def test_logits_decide_as_logprobs_do(
 ) -> None:
     """Logits a few rounding steps apart, at all levels; drafts that agree for a while."""
     rng = np.random.default_rng(seed)
-    gap = float(np.spacing(np.float32(max(abs(level), 1e-3)))) * {mx.float32: 1}.get(
-        dtype, 2**13 if dtype == mx.float16 else 2**16
-    )
+    coarser = {mx.float32: 1, mx.float16: 2**13, mx.bfloat16: 2**16}[dtype]
+    gap = coarser * float(np.spacing(np.float32(max(abs(level), 1e-3))))
     logits = mx.array(level + gap * rng.integers(0, steps, (5, V))).astype(dtype)
     wanted = mx.argmax(normalised(logits), axis=-1).tolist()
     for n in range(5):
@@ -169,6 +169,31 @@ def test_rounding_makes_logits_equal_that_differ() -> None:
     wanted = mx.argmax(normalised(logits), axis=-1).tolist()
     assert wanted[0] != 9
     assert match_greedy(mx.array(wanted[:1]), Rows(logits)) == (1, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_every_difference_that_rounding_can_hide_is_seen(dtype: mx.Dtype) -> None:
+    """The larger of two logits comes second, by 1 to 16 eps, at every place between two numbers
+    near their logprobs of about -8.5: differences of up to 8 eps can vanish, and no others."""
+    eps, hidden = mx.finfo(dtype).eps, set()
+    for gap in range(1, 17):
+        for place in range(8):
+            logits = mx.full((1, 8000), 0.25, dtype)
+            logits[0, 7], logits[0, 9] = 0.5 + place * eps, 0.5 + (place + gap) * eps
+            wanted = mx.argmax(normalised(logits), axis=-1).item()
+            assert match_greedy(mx.array([], mx.uint32), Rows(logits)) == (0, wanted)
+            hidden |= {gap} if wanted == 7 else set()
+    assert {1, 5} <= hidden <= set(range(1, 9))
+
+
+def test_rows_that_are_not_finite_are_decided_by_logprobs() -> None:
+    for value in (math.inf, math.nan, -math.inf):
+        logits = mx.zeros((1, 6))
+        logits[0, 3] = value
+        wanted = mx.argmax(normalised(logits), axis=-1).item()
+        assert match_greedy(mx.array([], mx.uint32), Rows(logits)) == (0, wanted)
+    nothing = mx.full((1, 6), -math.inf)
+    assert match_greedy(mx.array([], mx.uint32), Rows(nothing)) == (0, 0)
 
 
 def test_clear_rows_need_no_logprobs_and_one_unclear_row_behind_the_end_does_not_matter() -> None:

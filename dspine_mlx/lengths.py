@@ -20,19 +20,20 @@ from operator import mul
 Floats = Sequence[float]
 
 
-def verify_length(chances: Floats, seconds: Floats, worth: Floats) -> int:
-    """argmax_l a_1 w_1 + ... + a_l w_l - seconds[l], a the running product of the chances.
+def values(chances: Floats, seconds: Floats, worth: Floats) -> list[float]:
+    """a_1 w_1 + ... + a_l w_l - seconds[l] for l = 0, 1 .., a the running product of the chances.
 
     chances: of each drafted token given the ones before; seconds[l]: a forward over 1 + l rows;
-    worth: seconds that each token saves. Steps in the costs are looked across.
+    worth: seconds that each token saves.
     """
-    length, best, gain = 0, -seconds[0], 0.0
-    survival = accumulate(chances, mul)
-    for tokens, (stands, saved) in enumerate(zip(survival, worth, strict=False), 1):
-        gain += stands * saved
-        if gain - seconds[tokens] > best:
-            length, best = tokens, gain - seconds[tokens]
-    return length
+    saved = accumulate(map(mul, accumulate(chances, mul), worth), initial=0.0)
+    return [gain - s for gain, s in zip(saved, seconds, strict=False)]
+
+
+def verify_length(chances: Floats, seconds: Floats, worth: Floats) -> int:
+    """The length of the greatest value. Steps in the costs are looked across."""
+    worths = values(chances, seconds, worth)
+    return worths.index(max(worths))
 
 
 def admitted(chances: Floats, outlook: Floats, seconds: Floats, worth: Floats) -> int:

@@ -14,7 +14,10 @@ class Policy(Protocol):
     """What generation asks, and tells."""
 
     parked: bool  # plain decoding, until further notice
-    weighs: bool  # lengths depend on the draft's evidence, which is then computed with the draft
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the next length depends on the draft's evidence, which then comes with it."""
 
     def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         """A new text starts after depth tokens."""

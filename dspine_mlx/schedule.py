@@ -23,11 +23,12 @@ from dspine_mlx.calibration import (
     mode_of,
     uncalibrated,
 )
+from dspine_mlx.constant import Constant
 from dspine_mlx.costs import Costs, costs_of
 from dspine_mlx.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.ledger import FIRST, LEAST, Ledger
-from dspine_mlx.lengths import admitted, verify_length, worth
+from dspine_mlx.lengths import admitted, values, verify_length, worth
 from dspine_mlx.policy import Fixed, Policy
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
@@ -60,13 +61,14 @@ class Watch:
 
 @dataclass
 class Round:
-    """A round in the making, and what came of it."""
+    """A round in the making, and what came of it; without chances if its evidence isn't read."""
 
     depth: int
-    outlook: list[float]  # log-odds along the greedy path
-    chances: list[float]
-    drafting: float  # seconds
-    begun: float  # the clock when verifying began
+    outlook: list[float] = field(default_factory=list)  # log-odds along the greedy path
+    chances: list[float] = field(default_factory=list)
+    drafting: float = 0.0  # seconds
+    begun: float = 0.0  # the clock when verifying began
+    values: list[float] = field(default_factory=list)  # seconds that each length is worth
     verifying: float = 0.0  # seconds
     offered: int = -1  # until verified
     accepted: int = 0
@@ -82,7 +84,8 @@ class Auto:
     so a probe costs one proposal. It is repeated less and less often while it shows no gain. A new
     text is drafted again while the ledger lets it owe more than a token, unless rounds lost far too
     much.
-    While drafting, a few plain tokens now and then keep the cost of plain decoding known.
+    While drafting, a few plain tokens now and then keep the cost of plain decoding known, and where
+    choosing lengths gains too little (`Constant`), one is offered without reading the evidence.
     """
 
     def __init__(
@@ -94,7 +97,8 @@ class Auto:
     ):
         self.costs, self.belief = costs, Belief(calibration)
         self.explain, self.clock = explain, clock
-        self.parked, self.weighs = False, True
+        self.parked = False
+        self.constant = Constant(len(calibration.biases))
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.rounds = 0
         self.ledger = Ledger()
@@ -104,6 +108,10 @@ class Auto:
         self.interval = self.countdown = FIRST_PROBE
         self.sampler: Sampler | None = None
         self.begin(Statistics(), lambda x: x, 0)
+
+    @property
+    def weighs(self) -> bool:
+        return self.parked or not self.constant.unread
 
     def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
@@ -143,30 +151,31 @@ class Auto:
         best = max(tokens / (draft + row) for tokens, row in enumerate(rows, 1))
         return self.costs.curve.measured and best * self.costs.plain(depth) < HOPE
 
-    def choose(
-        self, odds: list[float], outlook: list[float], chances: list[float], depth: int
-    ) -> int:
-        """Tokens to feed of a draft with these log-odds and chances, and these log-odds along the
-        greedy path; the chances may end early, where the text does."""
-        limit, costs = len(chances), self.costs
+    def choose(self, this: Round, limit: int) -> int:
+        """Tokens to feed of a round's draft, whose limit is lower where the text ends."""
+        costs, depth, chances = self.costs, this.depth, this.chances[:limit]
         plain, rate = costs.plain(depth), self.rate(depth)
-        if limit < len(odds):  # no block goes on beyond the text's last tokens
+        if limit < len(this.chances):  # no block goes on beyond the text's last tokens
             rate = 1 / plain
-        survival, seconds = self.belief.survival(outlook[:limit]), costs.verify(depth)
+        survival, seconds = self.belief.survival(this.outlook[:limit]), costs.verify(depth)
         w = worth(survival, seconds, costs.draft(depth), plain, rate)
+        this.values = values(chances, seconds, w)
         if self.sampler is None:
-            return verify_length(chances, seconds, w)
-        return admitted(chances, self.belief.chances(outlook), seconds, w)
+            return this.values.index(max(this.values))
+        return admitted(chances, self.belief.chances(this.outlook), seconds, w)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
         self.digest()  # of the round before, while the device drafts
+        if draft.evidence is None:
+            self.newest = Round(depth)
+            return min(self.constant.length, limit)
         mx.eval(draft.tokens, draft.evidence, draft.outlook)
         now = self.clock()
         odds, outlook = self.log_odds(draft)
         chances = self.belief.chances(odds)
         self.newest = Round(depth, outlook, chances, seconds + now - started, now)
-        return self.choose(odds, outlook, chances[:limit], depth)
+        return self.choose(self.newest, limit)
 
     def log_odds(self, draft: Draft) -> tuple[list[float], list[float]]:
         """Of the draft's tokens, and of those on the greedy path."""
@@ -179,8 +188,12 @@ class Auto:
         assert self.newest is not None
         this, depth = self.newest, self.newest.depth
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
-        tokens, seconds = self.expected(this.chances[:offered], depth)
-        self.count(tokens, seconds, fading=1 / MEMORY)
+        seconds = self.costs.draft(depth) + self.costs.verify(depth)[offered]
+        if this.chances:
+            self.count(expected(this.chances[:offered]), seconds, fading=1 / MEMORY)
+        else:
+            self.constant.unread -= 1
+            self.count(1 + accepted, seconds, fading=1 / MEMORY)
         self.ledger.round_over(1 + accepted, seconds, self.costs.plain(depth))
         if self.explain:
             self.explain(self.describe(this))
@@ -198,10 +211,14 @@ class Auto:
         this, self.newest = self.newest, None
         if this is None or this.offered < 0:
             return
-        self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
-        self.belief.round_over(this.outlook)
+        chances = this.chances or self.belief.chances(self.belief.usual)
+        if this.chances:
+            self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
+            self.belief.round_over(this.outlook)
         for slot in range(min(this.offered, this.accepted + 1)):
-            self.belief.update(slot, this.chances[slot], float(slot < this.accepted))
+            self.belief.update(slot, chances[slot], float(slot < this.accepted))
+        if len(this.values) == len(chances) + 1:
+            self.constant.round_over(this.values, this.offered)
 
     def check_plain(self, depth: int) -> None:
         """Time a few plain tokens, so seldom that they lose SHARE of the time at most."""
@@ -209,11 +226,6 @@ class Auto:
         self.rounds_left = max(CHECK, int(lost / SHARE * MEMORY / self.tokens))
         self.parked, self.stretch = True, STRETCH
         self.time_plain()
-
-    def expected(self, chances: Sequence[float], depth: int) -> tuple[float, float]:
-        """Tokens and seconds of a round that offers tokens with these chances."""
-        seconds = self.costs.draft(depth) + self.costs.verify(depth)[len(chances)]
-        return 1 + sum(accumulate(chances, mul)), seconds
 
     def count(self, tokens: float, seconds: float, fading: float) -> None:
         """Take a round into the running sums."""
@@ -289,9 +301,10 @@ class Auto:
     def judge(self, watch: Watch, depth: int) -> None:
         """After a probe: resume, look again soon, or wait twice as long."""
         self.belief.round_over(watch.outlook)
-        chances = self.belief.chances(watch.odds)
-        length = self.choose(watch.odds, watch.outlook, chances, depth)
-        tokens, seconds = self.expected(chances[:length], depth)
+        this = Round(depth, watch.outlook, self.belief.chances(watch.odds))
+        length = self.choose(this, len(this.chances))
+        tokens = expected(this.chances[:length])
+        seconds = self.costs.draft(depth) + self.costs.verify(depth)[length]
         self.count(tokens, seconds, fading=1 / 3)
         promising = tokens / seconds * self.costs.plain(depth) > RESUME
         self.interval = FIRST_PROBE // 2 if promising else min(2 * self.interval, LAST_PROBE)
@@ -302,6 +315,8 @@ class Auto:
 
     def describe(self, this: Round) -> str:
         """A round in a line: chances that each prefix stands, costs, choice, outcome."""
+        if not this.chances:
+            return f"at {this.depth}: offered {this.offered} unread, {this.accepted} stood"
         survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
         rows = " ".join(f"{1e3 * s:.1f}" for s in self.costs.verify(this.depth))
         return (
@@ -341,6 +356,11 @@ class Auto:
             f"drafting was parked for {done.plain} tokens, with {done.probes} probes: "
             f"{self.comparison(depth)}"
         )
+
+
+def expected(chances: Sequence[float]) -> float:
+    """Tokens of a round that offers tokens with these chances."""
+    return 1 + sum(accumulate(chances, mul))
 
 
 @dataclass

@@ -14,11 +14,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
 from dspine_mlx.calibration import uncalibrated
+from dspine_mlx.constant import READ, READING, UNREAD, Constant
 from dspine_mlx.costs import Costs, Curve
 from dspine_mlx.ledger import Ledger
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.schedule import Auto, Fixed, Schedule, Watch
+from dspine_mlx.schedule import Auto, Fixed, Schedule, Watch, prepare
 from dspine_mlx.selection import Draft, Evidence
 from tests.bench.simulate import (
     HERE,
@@ -314,6 +315,49 @@ def test_what_a_drafter_may_owe_grows_with_what_it_saved_and_shrinks_when_it_fai
     assert rounds(Ledger(saved=30.0)) == 12  # 8 + 0.2 (30 - 12) = 11.6
     proven = Ledger(saved=200.0)
     assert [rounds(proven), rounds(proven)] == [17, 9]
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.9, 1.1, 3.0])
+def test_evidence_goes_unread_where_choosing_gains_little(gain: float) -> None:
+    """Lengths 2 and 5 are the better one in turn; the better of them as a constant is 5, and
+    choosing gains `gain` times the cost of reading."""
+    constant = Constant(5)
+    for turn in range(READ):
+        assert not constant.unread
+        values = [-1.0] * 6
+        values[5] = 1.0 if turn % 2 else -2 * gain * READING
+        values[2] = 0.5 if turn % 2 else 0.0
+        constant.round_over(values, 5 if turn % 2 else 2)
+    assert (constant.unread == UNREAD) == (gain < 1)
+    assert constant.length == 5
+
+
+@pytest.mark.parametrize("informed", [0.0, 1.0])
+def test_evidence_is_read_where_it_tells_something(informed: float) -> None:
+    rows = tuple(4e-3 + 1e-3 * n for n in range(8))
+    curve = Curve((64, 2048), (4e-3, 4e-3), (1e-3, 1e-3), (rows, rows))
+    machine, lines = Machine(curve), list[str]()
+    auto = Auto(Costs(curve), uncalibrated(7), lines.append, lambda: machine.now)
+    for trace in simulated(1.5, informed, texts=4):
+        replay(trace, auto, machine, 64)
+    unread = [("unread" in line) for line in lines if "offered" in line]
+    assert 0.5 < np.mean(unread) < 1 if informed == 0 else not any(unread)
+
+
+def test_text_is_the_targets_while_evidence_goes_unread(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    """Where rows cost nothing, whole blocks are offered unread as soon as that is known."""
+    prompt = random_prompt(17)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=150)
+    drafter = scripted(model, prompt + [token for token, _ in plain], "now and then")
+    lines: list[str] = []
+    prepare(drafter, explain=lines.append)
+    ours = list(dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, max_tokens=150))
+    assert same_steps([(r.token, r.logprobs) for r in ours], plain)
+    unread = ["unread" in line for line in lines if "offered" in line]
+    assert unread == [i > READ for i in range(len(unread))]
+    assert sum(unread) > 5
 
 
 @pytest.mark.parametrize("after", ["another draft", "the text's end", "another text", "parking"])

@@ -36,12 +36,15 @@ class Trace:
     evidence: np.ndarray
     stands: np.ndarray
 
-    def draft(self, position: int) -> Draft:
+    def draft(self, position: int, weigh: bool = True) -> Draft:
         """Token 1 stands for agreement: the watched text is all ones."""
         M = self.evidence.shape[1]
         tokens = np.where(np.arange(M) < self.stands[position], 1, 0)
-        tokens, chances = mx.array(tokens), mx.array(sigmoid(self.evidence[position]))
-        return Draft(tokens, tokens[:, None], None, Evidence(tokens, chances))
+        draft = Draft(mx.array(tokens), mx.array(tokens[:, None]), None)
+        if not weigh:
+            return draft
+        chances = mx.array(sigmoid(self.evidence[position]))
+        return draft._replace(evidence=Evidence(draft.tokens, chances))
 
 
 def curve_of(entry: dict[str, Any], slots: int) -> Curve:
@@ -98,7 +101,7 @@ def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
             i += 1
             continue
         limit = min(trace.evidence.shape[1], n - i - 1)
-        length = policy.length(trace.draft(i), limit, depth, machine.take(draft))
+        length = policy.length(trace.draft(i, policy.weighs), limit, depth, machine.take(draft))
         machine.take(rows[length])
         stood = int(min(length, trace.stands[i]))
         policy.learn(stood, length)

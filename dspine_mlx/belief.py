@@ -12,6 +12,7 @@ OWN = 4.0  # information that a slot's being like the others is worth
 
 
 def sigmoid(x: float) -> float:
+    """Of a single number, as `calibration.sigmoid` is of arrays."""
     return 0.5 + 0.5 * math.tanh(0.5 * x)
 
 

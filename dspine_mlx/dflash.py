@@ -29,6 +29,7 @@ class Proposal(NamedTuple):
     confidence: mx.array | None = None  # [M, K] that slot t stands given candidate i of t - 1
 
     def ranked(self) -> "Proposal":
+        """Itself: its candidates are ranked."""
         return self
 
 

@@ -13,13 +13,14 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
+from dspine_mlx.auto import Watch
 from dspine_mlx.calibration import uncalibrated
 from dspine_mlx.constant import READ, READING, UNREAD, Constant
 from dspine_mlx.costs import Costs, Curve
 from dspine_mlx.ledger import Ledger
 from dspine_mlx.response import Statistics
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.schedule import Auto, Fixed, Schedule, Watch, prepare
+from dspine_mlx.schedule import Auto, Fixed, Schedule, prepare
 from dspine_mlx.selection import Draft, Evidence
 from tests.bench.simulate import (
     HERE,

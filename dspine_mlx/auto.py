@@ -32,7 +32,7 @@ SHARE = 0.01  # of the time, at most, for probes
 SPAN = 8  # plain tokens timed together
 HOPE = 1.1  # speed that perfect drafts must reach for a probe to be worth it
 CHECK, STRETCH = 16, 3  # rounds, at least, before STRETCH plain tokens are timed again
-CLEAR = 1.5  # expected speed from which that is not needed
+CLEAR = 1.3  # expected speed from which that is not needed
 MEMORY = 16  # rounds over which tokens and seconds fade
 
 
@@ -206,7 +206,7 @@ class Auto:
         for slot in range(min(this.offered, this.accepted + 1)):
             self.belief.update(slot, chances[slot], float(slot < this.accepted))
         if len(this.values) == len(chances) + 1:
-            self.constant.round_over(this.values, this.offered)
+            self.constant.round_over(this.values, this.offered, this.drafting + this.verifying)
 
     def check_plain(self, depth: int) -> None:
         """Time a few plain tokens, so seldom that they lose SHARE of the time at most."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-LEAST, FIRST, MOST = 1.0, 8.0, 16.0  # plain tokens that drafting may owe: limits, and at first
+LEAST, FIRST, MOST = 1.0, 7.0, 16.0  # plain tokens that drafting may owe: limits, and at first
 TRUST = 0.2  # of the tokens it has saved, it may owe as many more
 
 

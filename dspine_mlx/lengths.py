@@ -18,6 +18,7 @@ from itertools import accumulate
 from operator import mul
 
 Floats = Sequence[float]
+DAMPING = 0.5  # of what a token is said to be worth beyond the average
 
 
 def values(chances: Floats, seconds: Floats, worth: Floats) -> list[float]:
@@ -67,18 +68,20 @@ def worth(
         h_j = min_l  draft + T(1 + l) + h_{j+1} - sum_{n <= l} A_{j,n} w_{j+n},
 
     by induction from the block's end down; beyond it a token is worth 1 / rate, and nowhere more
-    than a token of plain decoding.
+    than a token of plain decoding. Each step away from the average is damped: a block's end is a
+    near horizon, and where drafts are dear the values would swing from token to token by how many
+    rounds just fit in before it.
 
     survival: rows j = 1 .. M - 1 of A_{j,1} .. A_{j,M-j}, the chance that n tokens stand in a block
     drafted after token j.
     """
-    M = len(survival) + 1
-    w = [1 / rate] * (M + 1)
+    M, usual = len(survival) + 1, 1 / rate
+    w = [usual] * (M + 1)
     for j in range(M - 1, 0, -1):
         best, gain = -seconds[0], 0.0
         for n, stands in enumerate(survival[j - 1], 1):
             gain += stands * w[j + n]
             if gain - seconds[n] > best:
                 best = gain - seconds[n]
-        w[j] = min(plain, draft - best)
+        w[j] = usual + DAMPING * (min(plain, draft - best) - usual)
     return w[1:]

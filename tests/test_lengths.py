@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.lengths import admitted, verify_length, worth
+from dspine_mlx.lengths import DAMPING, admitted, verify_length, worth
 
 chance = st.floats(0.01, 0.99)
 chances = st.lists(chance, min_size=6, max_size=6)
@@ -63,10 +63,11 @@ def test_admitted_does_not_look_ahead_of_the_row(
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 9999), st.floats(0.0, 1.0), st.floats(0.1, 3.0))
-def test_worth_is_the_time_that_the_best_rounds_save(
+def test_worth_is_the_time_that_the_best_rounds_save_damped(
     M: int, seed: int, draft: float, rate: float
 ) -> None:
-    """Against the expected time of the best rounds, by recursion over how many tokens stand."""
+    """Against the expected time of the best rounds, by recursion over how many tokens stand, where
+    every token's time is drawn towards the average."""
     rng = np.random.default_rng(seed)
     c = rng.uniform(0.05, 0.99, (M, M))
     seconds = (1 + np.cumsum(rng.exponential(0.3, M + 1))).tolist()
@@ -82,19 +83,20 @@ def test_worth_is_the_time_that_the_best_rounds_save(
             ends = np.append(-np.diff(stands), stands[-1])
             after = sum(p * time(j + n + 1) for n, p in enumerate(ends))
             best = min(best, draft + seconds[length] + after)
-        return float(best)
+        return float(DAMPING * best + (1 - DAMPING) * (time(j + 1) + 1 / rate))
 
     saved = [time(j) - time(j + 1) for j in range(1, M + 1)]
     survival = [np.cumprod(c[j, : M - j]).tolist() for j in range(1, M)]
     np.testing.assert_allclose(worth(survival, seconds, draft, np.inf, rate), saved, atol=1e-9)
     if M > 1:
         capped = worth(survival, seconds, draft, 0.5, rate)
-        assert max(capped[:-1]) <= 0.5
+        assert max(capped[:-1]) <= DAMPING * 0.5 + (1 - DAMPING) / rate + 1e-9
 
 
 def test_tokens_of_an_easy_text_are_worth_less() -> None:
-    """A next round would bring them at once; where none stands each takes a round of its own."""
+    """A next round would bring them at once; where none stands each takes a round of its own: 1 in
+    place of 0.5 on average."""
     seconds = [1.0] * 5
     easy, hard = ([[stands] * (4 - j) for j in range(1, 4)] for stands in (1.0, 1e-9))
-    assert worth(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.3
-    assert worth(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(1.0)
+    assert worth(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.4
+    assert worth(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(0.5 + DAMPING * 0.5)

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import dspine_mlx
 from dspine_mlx.auto import Watch
 from dspine_mlx.calibration import uncalibrated
-from dspine_mlx.constant import READ, READING, UNREAD, Constant
+from dspine_mlx.constant import LOSS, READ, READING, UNREAD, Constant
 from dspine_mlx.costs import Costs, Curve
 from dspine_mlx.ledger import Ledger
 from dspine_mlx.response import Statistics
@@ -310,27 +310,45 @@ def test_what_a_drafter_may_owe_grows_with_what_it_saved_and_shrinks_when_it_fai
         return lost
 
     new = Ledger()
-    assert [rounds(new) for _ in range(4)] == [9, 3, 2, 2]
+    assert [rounds(new) for _ in range(4)] == [8, 2, 2, 2]
     new.round_over(4, 1.0, 1.0)
     assert rounds(new) == 2  # the three tokens are lost again: it has saved nothing
-    assert rounds(Ledger(saved=30.0)) == 12  # 8 + 0.2 (30 - 12) = 11.6
+    assert rounds(Ledger(saved=30.0)) == 11  # 7 + 0.2 (30 - 11) = 10.8
     proven = Ledger(saved=200.0)
-    assert [rounds(proven), rounds(proven)] == [17, 9]
+    assert [rounds(proven), rounds(proven)] == [17, 8]
 
 
-@pytest.mark.parametrize("gain", [0.5, 0.9, 1.1, 3.0])
-def test_evidence_goes_unread_where_choosing_gains_little(gain: float) -> None:
-    """Lengths 2 and 5 are the better one in turn; the better of them as a constant is 5, and
-    choosing gains `gain` times the cost of reading."""
+@pytest.mark.parametrize("gain", [0.5, 0.85, 0.95, 1.1, 3.0])
+def test_evidence_goes_unread_where_reading_loses(gain: float) -> None:
+    """Lengths 2 and 5 are the better one in turn; the better of them as a constant is 5. Choosing
+    gains `gain` times the cost of reading, of which a tenth is a hundredth of the round."""
     constant = Constant(5)
     for turn in range(READ):
         assert not constant.unread
         values = [-1.0] * 6
         values[5] = 1.0 if turn % 2 else -2 * gain * READING
         values[2] = 0.5 if turn % 2 else 0.0
-        constant.round_over(values, 5 if turn % 2 else 2)
-    assert (constant.unread == UNREAD) == (gain < 1)
+        constant.round_over(values, 5 if turn % 2 else 2, READING * 10)
+    assert (constant.unread == UNREAD) == (gain < 0.9)
     assert constant.length == 5
+
+
+def test_evidence_of_long_rounds_is_always_read() -> None:
+    constant = Constant(1)
+    for _ in range(5 * READ):
+        constant.round_over([0.0, 0.0], 1, 1.01 * READING / LOSS)
+    assert not constant.unread
+
+
+def test_evidence_goes_unread_longer_each_time_until_choosing_gains() -> None:
+    constant, pauses = Constant(1), []
+    for gain in (0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0):
+        for turn in range(READ):
+            values = [gain * READING, 0.0] if turn % 2 else [0.0, gain * READING]
+            constant.round_over(values, 1 - turn % 2, READING)
+        pauses.append(constant.unread)
+        constant.unread = 0
+    assert pauses == [64, 128, 256, 256, 0, 0, 64, 128]
 
 
 @pytest.mark.parametrize("informed", [0.0, 1.0])

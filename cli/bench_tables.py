@@ -78,7 +78,8 @@ def aligned(*names: str) -> Table:
 def comparison_table(rows: Sequence[Row]) -> Table:
     names = ["", "tokens/s", "speed-up", "a round", "same", "fork", "first", "GB"]
     energy = any("joules_per_token" in row for row in rows)
-    table = aligned(*names, *(["J/token"] if energy else []))
+    auto = any(row["auto_speedup"] for row in rows)
+    table = aligned(*names, *["auto"] * auto, *["J/token"] * energy)
     for row in rows:
         table.add_row(
             label(row["way"]),
@@ -89,9 +90,14 @@ def comparison_table(rows: Sequence[Row]) -> Table:
             first_fork(row),
             milliseconds(row["first_token_seconds"]),
             f"{row['peak_memory_gb']:.2f}",
+            *([times(row["auto_speedup"])] * auto),
             *([f"{row['joules_per_token']:.3f}" if "joules_per_token" in row else ""] * energy),
         )
     return table
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"x {ratio:.2f}"
 
 
 def ratio(row: Row) -> str:

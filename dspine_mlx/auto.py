@@ -73,7 +73,7 @@ class Auto:
     text is drafted again while the ledger lets it owe more than a token, unless rounds lost far too
     much.
     While drafting, a few plain tokens now and then keep the cost of plain decoding known, and where
-    choosing lengths gains too little (`Constant`), one is offered without reading the evidence.
+    reading evidence loses (`Constant`), one length is offered without it for a while.
     """
 
     def __init__(
@@ -206,7 +206,8 @@ class Auto:
         for slot in range(min(this.offered, this.accepted + 1)):
             self.belief.update(slot, chances[slot], float(slot < this.accepted))
         if len(this.values) == len(chances) + 1:
-            self.constant.round_over(this.values, this.offered, this.drafting + this.verifying)
+            seconds = self.costs.draft(this.depth) + self.costs.verify(this.depth)[this.offered]
+            self.constant.round_over(this.values, this.offered, seconds)
 
     def check_plain(self, depth: int) -> None:
         """Time a few plain tokens, so seldom that they lose SHARE of the time at most."""

@@ -47,7 +47,7 @@ def verify_length(way: str) -> int | str | None:
         raise InputError(
             f"can't compare {way!r}; ways are plain, auto, fixed:N and mlx-lm-draft:MODEL"
         )
-    return "auto" if way == AUTO else int(number)
+    return AUTO if way == AUTO else int(number)
 
 
 def make_way(way: str, pair: Pair) -> Run:
@@ -156,22 +156,22 @@ class Comparison:
         if way in self.dropped:
             mx.clear_cache()
 
-    def pairs(self, way: str, other: str) -> list[tuple[Measurement, Measurement]]:
+    def matched(self, way: str, other: str) -> list[tuple[Measurement, Measurement]]:
         """Of two ways, each with the same prompt in the same repeat."""
         flat = ([m for runs in self.runs[name] for m in runs] for name in (way, other))
         return list(zip(*flat, strict=False))
 
     def ratios(self, way: str, other: str) -> list[float]:
         """How many times as fast as the other, in ascending order."""
-        pairs = self.pairs(way, other)
+        matched = self.matched(way, other)
         return sorted(
-            a.tokens_per_second / b.tokens_per_second for a, b in pairs if b.tokens_per_second
+            a.tokens_per_second / b.tokens_per_second for a, b in matched if b.tokens_per_second
         )
 
     def summary(self, way: str) -> dict[str, Any]:
         """Medians of a way, its net speed-up over plain decoding, how many times as fast `auto` is,
         and how many texts are those of plain decoding."""
-        pairs, ratios = self.pairs(way, PLAIN), self.ratios(way, PLAIN)
+        pairs, ratios = self.matched(way, PLAIN), self.ratios(way, PLAIN)
         flat = [m for m, _ in pairs]
         auto = self.ratios(AUTO, way) if AUTO in self.runs else []
         return {

@@ -18,7 +18,7 @@ from itertools import accumulate
 from operator import mul
 
 Floats = Sequence[float]
-DAMPING = 0.5  # of what a token is said to be worth beyond the average
+DAMPING = 0.5  # share of a worth's distance from the average, up or down, that is kept
 
 
 def values(chances: Floats, seconds: Floats, worth: Floats) -> list[float]:
@@ -68,9 +68,12 @@ def worth(
         h_j = min_l  draft + T(1 + l) + h_{j+1} - sum_{n <= l} A_{j,n} w_{j+n},
 
     by induction from the block's end down; beyond it a token is worth 1 / rate, and nowhere more
-    than a token of plain decoding. Each step away from the average is damped: a block's end is a
-    near horizon, and where drafts are dear the values would swing from token to token by how many
-    rounds just fit in before it.
+    than a token of plain decoding. A block's end is a near horizon, though: where drafts are dear
+    worths would swing from token to token by how many rounds just fit in before it. So each is
+
+        w_j = 1 / rate + DAMPING (min(plain, h_j - h_{j+1}) - 1 / rate),
+
+    and h_j is what it then comes to, h_{j+1} + w_j.
 
     survival: rows j = 1 .. M - 1 of A_{j,1} .. A_{j,M-j}, the chance that n tokens stand in a block
     drafted after token j.

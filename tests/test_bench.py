@@ -76,6 +76,8 @@ def test_a_speedup_is_the_median_over_pairs_of_runs() -> None:
             "auto": [[run(30, [1, 2]), run(20, [1, 2])], [run(20, [4])]],
         },
     )
+    comparison.runs["fixed:3"] = [[run(60, [1, 2]), run(10, [1, 2])], [run(5, [3])]]
+    assert comparison.summary("fixed:3")["auto_speedup"] == 2  # of 0.5, 2 and 4
     summary = comparison.summary("auto")
     assert summary["speedup"] == 2
     assert summary["speedup_range"] == [1, 3]
@@ -123,7 +125,15 @@ def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
     table = comparison_table(list(rows.values()))
     forks = next(column for column in table.columns if column.header == "fork")
     assert list(forks.cells) == ["", f"3 ({margin:.2g})", "4"]
-    assert list(table.columns[-1].cells) == ["x 1.00"] * 3
+    assert list(table.columns[-1].cells) == ["1.00"] * 3
+    for row, speed in zip(listed, (2.5, 1.0, None), strict=True):
+        row["auto_speedup"] = speed
+    table = comparison_table(listed)
+    assert table.columns[-1].header == "auto"
+    assert list(table.columns[-1].cells) == ["2.50", "1.00", "-"]
+    for row in listed:
+        row["auto_speedup"] = None
+    assert comparison_table(listed).columns[-1].header == "GB"
     auto = summaries(comparison, greedy=False)[1]
     assert (auto["identical"], auto["forks"]) == (None, [])
 

@@ -6,9 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dspine_mlx import bench
-from dspine_mlx.bench import (
-    Measurement,
-)
+from dspine_mlx.bench import Measurement
 from dspine_mlx.cli import app
 from dspine_mlx.cli.output import new_file
 from dspine_mlx.errors import InputError
@@ -23,7 +21,7 @@ def arguments(tmp_path: Path, *more: str) -> list[str]:
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     out, png = tmp_path / "out.json", tmp_path / "out.png"
-    compared = f"fixed:3,mlx-lm-draft:{DEMO / 'target'}"
+    compared = f"fixed:3,auto,mlx-lm-draft:{DEMO / 'target'}"
     written = ["--json", str(out), "--plot", str(png)]
     command = arguments(tmp_path, "--depths", "0,5", "--compare", compared, *written)
     result = CliRunner().invoke(app, command)
@@ -35,15 +33,20 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     rows = results[0]["ways"]
     assert [row["way"] for row in rows] == ["plain", *compared.split(",")]
     assert all(row["identical"] == 1 for r in results for row in r["ways"])
-    assert [len(row["forks"]) for row in rows] == [0, 0, 0]
+    assert [len(row["forks"]) for row in rows] == [0] * 4
     assert all(min(row["first_token_seconds"], row["peak_memory_gb"]) > 0 for row in rows)
-    assert [s["way"] for s in results[0]["splits"]] == ["fixed:3"]
+    assert [s["way"] for s in results[0]["splits"]] == ["fixed:3", "auto"]
+    for row in rows:  # one run of one text: a quotient of two speeds
+        quotient = rows[2]["tokens_per_second"] / row["tokens_per_second"]
+        assert row["auto_speedup"] == pytest.approx(quotient)
     for row in rows:
         assert f"{row['tokens_per_second']:.1f}" in result.stdout
         assert f"{row['acceptance_length']:.2f}" in result.stdout
+        assert f"{row['auto_speedup']:.2f}" in result.stdout
         assert f"{row['first_token_seconds'] * 1e3:.0f} ms" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png", "p.txt"]
+    written_here = {path.name for path in tmp_path.iterdir()} - {"cache"}  # costs, for auto
+    assert written_here == {"out.json", "out.png", "p.txt"}
 
 
 @pytest.mark.parametrize("flag", ["--json", "--plot"])

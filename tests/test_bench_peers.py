@@ -11,7 +11,7 @@ from dspine_mlx.load import DEMO
 from tests.bench.peers.code_lines import code_lines, python_lines
 from tests.bench.peers.compare import Book, Way, Worker, ways_for
 from tests.bench.peers.draft_lm import cut
-from tests.bench.peers.report import forks, markdown, summary
+from tests.bench.peers.report import forks, markdown, ours, summary
 from tests.bench.peers.worker import answer, parser, replies
 from tests.tiny import random_prompt
 
@@ -51,6 +51,25 @@ def test_a_row_compares_with_plain_decoding_of_the_same_prompt_and_round() -> No
     assert summary(RECORDS, "mlx-lm")["speedup"] == 1.0
 
 
+def test_packages_are_compared_in_the_same_way_text_by_text() -> None:
+    """A text of more tokens may take longer."""
+    records = [
+        run("dspine-mlx, D, 7 tokens", 0, 0, [1, 2], 1.0),
+        run("dspine-mlx, D, 7 tokens", 0, 1, [1, 2], 1.0),
+        run("dspine-mlx, D, 7 tokens", 1, 0, [1, 2], 1.0),
+        run("dspine-mlx, D, own length", 0, 0, [1, 2], 100.0),
+        run("other, D, 7 tokens", 0, 0, [1, 2], 9.0),
+        run("other, D, 7 tokens", 0, 1, [1, 2], 0.5),
+        run("other, D, 7 tokens", 1, 0, [1, 2, 3], 3.0),
+        run("other, E, 7 tokens", 0, 0, [1, 2], 1.0),
+    ]
+    assert ours(records, "other, D, 7 tokens") == 2.0  # of 9, 0.5 and 2
+    assert ours(records, "other, E, 7 tokens") is None
+    assert ours(records, "dspine-mlx, D, 7 tokens") is None
+    row = {"way": "x", "version": "1", "code_lines": 1} | summary(RECORDS, "fast") | {"ours": 1.234}
+    assert markdown([row]).splitlines()[-1].split(" | ")[5] == "1.23"
+
+
 @pytest.mark.parametrize(
     ("other", "after"),
     [([1, 2, 9, 4], 2), ([9, 2, 3, 4], 0), ([1, 2], 2), ([1, 2, 3, 4, 5], 4)],
@@ -64,13 +83,14 @@ def test_a_fork_is_after_the_last_shared_token(other: list[int], after: int) -> 
 def test_the_table_has_a_row_for_every_way_and_says_why_one_has_no_figures() -> None:
     lines = markdown([summary(RECORDS, way) for way in RECORDS[0]["ways"]]).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert {len(line) for line in cells} == {10}
+    assert {len(line) for line in cells} == {11}
     assert cells[3] == [
         "fast",
         "1.2",
         "4.0",
         "2.00",
         "1.00",
+        "",
         "1.67",
         "2/3",
         "after 1 (0.0012)",

@@ -24,19 +24,6 @@ from tests.checkpoints import (
     speculators,
 )
 
-KNOWN: dict[str, Checkpoint] = {
-    "DFlash, z-lab": dflash_zlab(),
-    "DFlash, speculators": speculators(method="dflash"),
-    "DSpark, DeepSpec": dspark_deepspec(),
-    "DSpark for Gemma 4, DeepSpec": dspark_gemma4(),
-    "DSpark, SpecForge": dspark_specforge(),
-    "DSpark, speculators": speculators(),
-    "DSpine, SpecForge": dspine_specforge(),
-    "DSpine, reference": dspine_reference(),
-    "DSpine, Tencent": dspine_tencent(),
-}
-
-
 def opened(tmp_path: Path, checkpoint: Checkpoint, **changes: Any) -> Any:
     config, weights = checkpoint
     return open_checkpoint(save(tmp_path, config | changes, weights)).config

@@ -342,13 +342,13 @@ def test_evidence_of_long_rounds_is_always_read() -> None:
 
 def test_evidence_goes_unread_longer_each_time_until_choosing_gains() -> None:
     constant, pauses = Constant(1), []
-    for gain in (0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0):
+    for gain in (0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 0.0):
         for turn in range(READ):
             values = [gain * READING, 0.0] if turn % 2 else [0.0, gain * READING]
             constant.round_over(values, 1 - turn % 2, READING)
         pauses.append(constant.unread)
         constant.unread = 0
-    assert pauses == [64, 128, 256, 256, 0, 0, 64, 128]
+    assert pauses == [64, 128, 256, 256, 0, 0, 64, 128, 256]
 
 
 @pytest.mark.parametrize("informed", [0.0, 1.0])

@@ -3,8 +3,9 @@
     python -m tests.bench.peers.report runs/peers/demo.jsonl [--json FILE]
 
 Speeds are medians over prompts and rounds, of whole texts with their prompts; the ratio is to
-mlx_lm.stream_generate on the same prompt in the same round. CPU time counts what runs in parallel
-twice, but other load does not change it. A text is the same if its tokens are plain decoding's.
+mlx_lm.stream_generate on the same prompt in the same round, and so is that of this package to
+another one with the same drafter and length. CPU time counts what runs in parallel twice, but other
+load does not change it. A text is the same if its tokens are plain decoding's.
 Where one is not, the fork is the number of tokens before, and the margin how far the target prefers
 its own token there, in nats: what rounding decides is near 0.
 """
@@ -19,7 +20,7 @@ import typer
 
 from dspine_mlx.bench import fork
 
-PLAIN = "mlx-lm"
+PLAIN, OURS = "mlx-lm", "dspine-mlx"
 Record = dict[str, Any]
 
 
@@ -31,6 +32,21 @@ def runs(records: list[Record], way: str) -> dict[tuple[int, int], Record]:
     """What a way did, by prompt and round."""
     found = [r for r in records if r.get("way") == way and "tokens" in r]
     return {(r["prompt"], r["round"]): r for r in found}
+
+
+def ours(records: list[Record], way: str) -> float | None:
+    """How many times as fast this package is with the same drafter and length: the median over
+    texts of the same prompt and round."""
+    package, _, how = way.partition(", ")
+    own, other = runs(records, f"{OURS}, {how}"), runs(records, way)
+    if package == OURS or not own or not other:
+        return None
+    speeds = {
+        key: len(r["tokens"]) / r["seconds"] * other[key]["seconds"] / len(other[key]["tokens"])
+        for key, r in own.items()
+        if key in other
+    }
+    return median(speeds.values())
 
 
 def forks(records: list[Record], way: str) -> Iterator[tuple[int, int]]:
@@ -65,6 +81,7 @@ def summary(records: list[Record], way: str) -> Record:
         "tokens_per_second": median(speeds.values()),
         "speedup": median(ratios),
         "speedup_range": [ratios[0], ratios[-1]],
+        "ours": ours(records, way),
         "cpu_speedup": median(cpu),
         "tokens_per_round": sum(len(r["tokens"]) for r in own.values())
         / sum(r["rounds"] for r in own.values()),
@@ -79,13 +96,13 @@ def summary(records: list[Record], way: str) -> Record:
 
 
 def markdown(rows: list[Record]) -> str:
-    names = ("", "version", "tokens/s", "x plain", "x plain, CPU time", "a round", "same text")
-    more = ("first fork (margin)", "peak GB", "code lines")
-    lines = [(*names, *more), ("---", *["---:"] * 9)]
+    names = ("", "version", "tokens/s", "x plain", "x plain, CPU time", OURS, "a round")
+    more = ("same text", "first fork (margin)", "peak GB", "code lines")
+    lines = [(*names, *more), ("---", *["---:"] * 10)]
     for row in rows:
         known = (row["way"], row["version"] or "", str(row["code_lines"] or ""))
         if "error" in row:
-            lines.append((*known[:2], *[""] * 5, row["error"][:120], "", known[2]))
+            lines.append((*known[:2], *[""] * 6, row["error"][:120], "", known[2]))
             continue
         lines.append(
             (
@@ -93,6 +110,7 @@ def markdown(rows: list[Record]) -> str:
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['speedup']:.2f}",
                 f"{row['cpu_speedup']:.2f}",
+                "" if row["ours"] is None else f"{row['ours']:.2f}",
                 f"{row['tokens_per_round']:.2f}",
                 f"{row['identical']}/{row['texts']}",
                 fork_text(row["forks"]),

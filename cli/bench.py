@@ -89,9 +89,9 @@ def bench(
     Prints medians over all texts and runs: tokens per second after the first token, speed-up over
     plain decoding of the same text in the same turn (and its range), tokens a round, how many texts
     are plain decoding's, the first token that is not (and by how many nats the target prefers its
-    own there), time to the first token, peak memory, how many times as fast auto is on the same text
-    in the same turn; then where a round's time goes. On a Mac, run as root, also energy. Ctrl-C
-    prints what has been measured so far.
+    own there), time to the first token, peak memory, how many times as fast auto is on the same
+    text in the same turn; then where a round's time goes. On a Mac, run as root, also energy.
+    Ctrl-C prints what has been measured so far.
     """
     from dspine_mlx.bench import verify_length
     from dspine_mlx.cli.bench_runs import alone, at_once, load_pair

@@ -15,14 +15,11 @@ from tests.checkpoints import (
     Checkpoint,
     dflash_zlab,
     dspark_deepspec,
-    dspark_gemma4,
-    dspark_specforge,
     dspine_reference,
-    dspine_specforge,
-    dspine_tencent,
     save,
     speculators,
 )
+
 
 def opened(tmp_path: Path, checkpoint: Checkpoint, **changes: Any) -> Any:
     config, weights = checkpoint

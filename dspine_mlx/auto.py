@@ -57,6 +57,7 @@ class Round:
     drafting: float = 0.0  # seconds
     begun: float = 0.0  # the clock when verifying began
     values: list[float] = field(default_factory=list)  # seconds that each length is worth
+    chosen: int = -1  # the length, which a draft filter may cut
     verifying: float = 0.0  # seconds
     offered: int = -1  # until verified
     accepted: int = 0
@@ -163,7 +164,8 @@ class Auto:
         odds, outlook = self.log_odds(draft)
         chances = self.belief.chances(odds)
         self.newest = Round(depth, outlook, chances, seconds + now - started, now)
-        return self.choose(self.newest, limit)
+        self.newest.chosen = self.choose(self.newest, limit)
+        return self.newest.chosen
 
     def log_odds(self, draft: Draft) -> tuple[list[float], list[float]]:
         """Of the draft's tokens, and of those on the greedy path."""
@@ -206,8 +208,8 @@ class Auto:
         for slot in range(min(this.offered, this.accepted + 1)):
             self.belief.update(slot, chances[slot], float(slot < this.accepted))
         if len(this.values) == len(chances) + 1:
-            seconds = self.costs.draft(this.depth) + self.costs.verify(this.depth)[this.offered]
-            self.constant.round_over(this.values, this.offered, seconds)
+            seconds = self.costs.draft(this.depth) + self.costs.verify(this.depth)[this.chosen]
+            self.constant.round_over(this.values, this.chosen, seconds)
 
     def check_plain(self, depth: int) -> None:
         """Time a few plain tokens, so seldom that they lose SHARE of the time at most."""

@@ -93,10 +93,10 @@ def bench(
     text in the same turn; then where a round's time goes. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.bench import verify_length
     from dspine_mlx.cli.bench_runs import alone, at_once, load_pair
     from dspine_mlx.cli.bench_tables import check_plot, draw
-    from dspine_mlx.suites import load_suite
+    from dspine_mlx.measure.compare import verify_length
+    from dspine_mlx.measure.prompts import load_suite
 
     check_new(json_file)
     check_new(plot)
@@ -133,7 +133,7 @@ def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[st
     """What --json writes."""
     from importlib.metadata import version
 
-    from dspine_mlx.costs import device_name
+    from dspine_mlx.verify_length.costs import device_name
 
     packages = {name: version(name) for name in ("dspine-mlx", "mlx", "mlx-lm")}
     return {

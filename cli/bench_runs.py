@@ -10,8 +10,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 from rich.progress import track
 
-from dspine_mlx import energy
-from dspine_mlx.bench import (
+from dspine_mlx.checkpoints.files import read_config
+from dspine_mlx.cli.bench_tables import show_crowd, show_depth
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO, load, load_drafter, resolve
+from dspine_mlx.measure import energy
+from dspine_mlx.measure.compare import (
     PLAIN,
     Comparison,
     Pair,
@@ -23,14 +27,10 @@ from dspine_mlx.bench import (
     summaries,
     verify_length,
 )
-from dspine_mlx.cli.bench_tables import show_crowd, show_depth
-from dspine_mlx.concurrency import Asked, check_way, contest, serving
-from dspine_mlx.convert.read import read_config
-from dspine_mlx.errors import InputError
-from dspine_mlx.load import DEMO, load, load_drafter, resolve
-from dspine_mlx.sampling import Sampler
-from dspine_mlx.split import split
-from dspine_mlx.suites import Messages
+from dspine_mlx.measure.phases import split
+from dspine_mlx.measure.prompts import Messages
+from dspine_mlx.measure.server_load import Asked, check_way, contest, serving
+from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
 

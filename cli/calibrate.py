@@ -14,8 +14,8 @@ from dspine_mlx.errors import InputError
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from dspine_mlx.rounds import Fit
-    from dspine_mlx.suites import Messages
+    from dspine_mlx.measure.prompts import Messages
+    from dspine_mlx.verify_length.fit import Fit
 
 
 def calibrate(
@@ -59,11 +59,11 @@ def calibrate(
     """Fit the drafter's confidence to what the target accepts."""
     import mlx.core as mx
 
-    from dspine_mlx import rounds
-    from dspine_mlx.calibration import calibration_path, mode_of, save_calibrations
     from dspine_mlx.load import load
-    from dspine_mlx.sampling import Sampler
-    from dspine_mlx.suites import load_suite
+    from dspine_mlx.measure.prompts import load_suite
+    from dspine_mlx.round.sampler import Sampler
+    from dspine_mlx.verify_length import fit
+    from dspine_mlx.verify_length.calibration import calibration_path, mode_of, save_calibrations
 
     check_new(output)
     check_new(plot)
@@ -83,12 +83,12 @@ def calibrate(
         mx.random.seed(0)
         recorded = [
             [
-                rounds.record(target, tokenizer, drafter, encode(tokenizer, m), sampler, max_tokens)
+                fit.record(target, tokenizer, drafter, encode(tokenizer, m), sampler, max_tokens)
                 for m in suite
             ]
             for suite in suites
         ]
-        fits[mode_of(sampler)] = rounds.calibrate(*recorded)
+        fits[mode_of(sampler)] = fit.calibrate(*recorded)
     path = output or calibration_path(drafter)
     save_calibrations(path, drafter, {mode: f.calibration for mode, f in fits.items()})
     if as_json:
@@ -160,7 +160,7 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
     import matplotlib
     import numpy as np
 
-    from dspine_mlx.calibration import BINS, sigmoid, uncalibrated
+    from dspine_mlx.verify_length.calibration import BINS, sigmoid, uncalibrated
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -17,7 +17,7 @@ def doctor(
     Says what to do where something is to be done. The exit status is 1 if something does not work,
     a PROBLEM, and 0 with notes only.
     """
-    from dspine_mlx.doctor import PROBLEM, examine
+    from dspine_mlx.measure.doctor import PROBLEM, examine
 
     findings = list(examine())
     sound = all(finding.status != PROBLEM for finding in findings)

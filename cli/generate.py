@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.table import Table
 
-    from dspine_mlx.response import GenerationResponse
+    from dspine_mlx.round.statistics import GenerationResponse
 
 SAMPLING, CACHE, OUTPUT = "Sampling", "Cache", "Output"
 
@@ -177,8 +177,8 @@ def generate(
 
     from dspine_mlx.generate import check_numbers, stream_generate
     from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
-    from dspine_mlx.sampling import Sampler
-    from dspine_mlx.schedule import prepare
+    from dspine_mlx.round.sampler import Sampler
+    from dspine_mlx.verify_length.schedule import prepare
 
     check_numbers(max_tokens, "auto", prefill_step_size, max_kv_size)
     text = read_prompt(prompt)

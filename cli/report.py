@@ -29,7 +29,7 @@ def report(
     before you send it.
     """
     check_new(output)
-    from dspine_mlx.report import as_text, bundle
+    from dspine_mlx.measure.report import as_text, bundle
 
     found = bundle(model, draft_model, bench)
     text = json.dumps(found) + "\n" if as_json else as_text(found)

@@ -126,7 +126,7 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) -> None:
     """Build the run, train it, and leave OUTPUT/drafter."""
-    from dspine_mlx.convert.layouts import METHODS
+    from dspine_mlx.checkpoints.layouts import METHODS
     from dspine_mlx.train.export import check_layout
     from dspine_mlx.train.plot import plot as draw
 

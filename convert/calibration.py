@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspine_mlx.convert.checkpoint import Checkpoint
-from dspine_mlx.convert.read import inside, read_json
+from dspine_mlx.checkpoints.files import inside, read_json
+from dspine_mlx.checkpoints.open import Checkpoint
 from dspine_mlx.errors import InputError
 
 LARGEST = 1 << 20  # bytes; other JSON files of a checkpoint are its own affair

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dspine_mlx.convert.detect import OURS
+from dspine_mlx.checkpoints.detect import OURS
 
 TITLES = {
     "dspine": "DSpine",

@@ -10,17 +10,17 @@ import mlx.core as mx
 import mlx_lm.utils
 from huggingface_hub import HfApi
 
-from dspine_mlx.config import DSparkConfig, DSpineConfig
+from dspine_mlx.checkpoints.detect import OURS, SCHEMA
+from dspine_mlx.checkpoints.files import read_json
+from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.transfer_space import SPACE, head_matrix, stored_space, transfer_codes
 from dspine_mlx.convert.calibration import Calibration, read_calibration
 from dspine_mlx.convert.card import model_card
-from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
-from dspine_mlx.convert.detect import OURS, SCHEMA
 from dspine_mlx.convert.plan import Options, Plan, make_plan
-from dspine_mlx.convert.read import read_json
-from dspine_mlx.convert.transfer_space import SPACE, head_matrix, stored_space, transfer_codes
 from dspine_mlx.convert.write import refuse_existing, staging, write_json, write_weights
+from dspine_mlx.drafters.config import DSparkConfig, DSpineConfig
 from dspine_mlx.errors import InputError
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from dspine_mlx.convert.checkpoint import CODES, Checkpoint
-from dspine_mlx.convert.transfer_space import SPACE
+from dspine_mlx.checkpoints.open import CODES, Checkpoint
+from dspine_mlx.checkpoints.transfer_space import SPACE
 from dspine_mlx.errors import InputError
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group, bits

@@ -5,8 +5,8 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from dspine_mlx.convert.checkpoint import Checkpoint, open_checkpoint
-from dspine_mlx.convert.detect import OURS
+from dspine_mlx.checkpoints.detect import OURS
+from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
 from dspine_mlx.convert.write import sha256
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_finite, quantize_like

@@ -9,15 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
-from dspine_mlx.convert.layouts import ENDS
-from dspine_mlx.convert.numpy_round import Head, dflash_round, dspark_round, dspine_round
-from dspine_mlx.convert.read import load_tensors
-from dspine_mlx.convert.transfer_space import SPACE
+from dspine_mlx.checkpoints.files import load_tensors
+from dspine_mlx.checkpoints.layouts import ENDS
+from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.transfer_space import SPACE
+from dspine_mlx.convert.reference import Head, dflash_round, dspark_round, dspine_round
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import assemble_drafter
 from dspine_mlx.metal.kernel import Lookup
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
 
 ROUNDS = {
     "dflash": dflash_round,

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dspine_mlx.convert.checkpoint import CODES
+from dspine_mlx.checkpoints.open import CODES
 from dspine_mlx.convert.plan import Item, Plan
 from dspine_mlx.errors import InputError
 

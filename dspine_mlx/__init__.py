@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from dspine_mlx.errors import InputError
     from dspine_mlx.generate import generate, stream_generate
     from dspine_mlx.load import load, load_drafter
-    from dspine_mlx.response import GenerationResponse, Statistics
-    from dspine_mlx.sampling import Sampler
+    from dspine_mlx.round.sampler import Sampler
+    from dspine_mlx.round.statistics import GenerationResponse, Statistics
 
 __version__ = "0.1.0"
 
@@ -25,10 +25,10 @@ __all__ = [
     "stream_generate",
 ]
 HOMES = {
-    "GenerationResponse": "response",
+    "GenerationResponse": "round.statistics",
     "InputError": "errors",
-    "Sampler": "sampling",
-    "Statistics": "response",
+    "Sampler": "round.sampler",
+    "Statistics": "round.statistics",
     "load_drafter": "load",
     "stream_generate": "generate",
 }

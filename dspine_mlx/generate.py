@@ -15,12 +15,12 @@ from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.decoder import Checkpoints, Decoder, DraftFilter, KVQuantization, Token
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
-from dspine_mlx.response import GenerationResponse, Statistics
-from dspine_mlx.sampling import Sampler
-from dspine_mlx.schedule import Policy, check_length, policy_for
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.statistics import GenerationResponse, Statistics
+from dspine_mlx.round.text import Checkpoints, Decoder, DraftFilter, KVQuantization, Token
+from dspine_mlx.verify_length.schedule import Policy, check_length, policy_for
 
 
 def decode(
@@ -190,9 +190,9 @@ def stream_generate(
             missing). Once the generator has ended or was closed, it holds the prompt and the
             yielded tokens; starting another generation from it ends an unfinished one.
         prompt_checkpoints: {n: f}: when n tokens of the prompt are in the caches, f gets their
-            list (to copy it; see `dspine_mlx.prefix`). Ignored without a drafter.
+            list (to copy it; see `dspine_mlx.target.prompt_cache`). Ignored without a drafter.
         verify_length: drafted tokens offered to the target per round: an int, "auto", or a
-            policy (see `dspine_mlx.policy`). 0 is plain decoding.
+            policy (see `dspine_mlx.round.policy`). 0 is plain decoding.
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
 

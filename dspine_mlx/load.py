@@ -13,15 +13,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from dspine_mlx.config import DrafterConfig
-from dspine_mlx.convert.checkpoint import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.files import read_config
+from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.convert.plan import stated_packing
-from dspine_mlx.convert.read import read_config
-from dspine_mlx.convert.transfer_space import SPACE, rebuilt_codes
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
 
 DRAFTER_FILES = ("*.json", "*.safetensors")
 DEMO = Path(__file__).parent / "demo"

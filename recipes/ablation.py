@@ -23,8 +23,8 @@ from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cli.train import parse_layers
-from dspine_mlx.dflash import DFlash, Independent, Proposal
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.drafters.dflash import DFlash, Independent, Proposal
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.train.config import LOSSES, TrainConfig
 from dspine_mlx.train.data import Problems, prompt_tokens, read_chats
 from dspine_mlx.train.evaluate import Decoded, acceptance, decode, lookup_length

@@ -13,12 +13,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from dspine_mlx import costs
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.load import DEMO
-from tests.checkpoints import dspine_specforge, save
-from tests.serving import ALL, Server, scripted_pair, serving
-from tests.tiny import tiny_target
+from dspine_mlx.verify_length import costs
+from tests.support.checkpoints import dspine_specforge, save
+from tests.support.serving import ALL, Server, scripted_pair, serving
+from tests.support.tiny import tiny_target
 
 mx.disable_compile()  # on the CPU every compiled shape costs seconds of g++
 # Shells start background jobs with SIGINT ignored, and child processes would inherit that.

@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_context, load_drafter
-from tests.tiny import drafter_config, random_prompt, tiny_dspine, tiny_target
+from tests.support.tiny import drafter_config, random_prompt, tiny_dspine, tiny_target
 
 GATES = ("receiver_gate", "predecessor_gate", "message")  # as the module stacks them
 

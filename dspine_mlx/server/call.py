@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mlx_lm import server as host
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.response import Statistics
+from dspine_mlx.round.statistics import Statistics
 
 # Whether a reply starts inside a reasoning block, may open one, or comes after one (or has none).
 Reasoning = Literal["inside", "possible", "over"]

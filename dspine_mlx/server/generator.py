@@ -13,10 +13,10 @@ from mlx_lm import server as host
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate as draft_generate
-from dspine_mlx.sampling import Sampler
+from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.server.call import (
     CLIENT_GONE,
     Call,

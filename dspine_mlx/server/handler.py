@@ -11,7 +11,7 @@ import mlx_lm
 from mlx_lm import server as host
 
 import dspine_mlx
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.server.call import CLIENT_GONE, Call, Failed, serving
 from dspine_mlx.server.generator import ResponseGenerator

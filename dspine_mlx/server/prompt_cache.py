@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from dspine_mlx.prefix import PromptCaches
 from dspine_mlx.server.provider import Provider
+from dspine_mlx.target.prompt_cache import PromptCaches
 
 Key = tuple[str, str | None, str | None]  # model, adapter, drafter
 

@@ -8,12 +8,12 @@ import mlx.core as mx
 from mlx_lm import server as host
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter, read_config, resolve
-from dspine_mlx.schedule import prepare
 from dspine_mlx.server.call import UnknownModel
 from dspine_mlx.server.options import Options
+from dspine_mlx.verify_length.schedule import prepare
 
 DEFAULT = "default_model"  # mlx_lm's name for what the command line gave
 

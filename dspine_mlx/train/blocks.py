@@ -11,8 +11,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from dspine_mlx.dflash import ContextAttention, DFlash, DraftLayer
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.drafters.dflash import ContextAttention, DFlash, DraftLayer
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.train.config import LossConfig
 
 

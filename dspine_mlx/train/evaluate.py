@@ -11,11 +11,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import load
-from dspine_mlx.sampling import Sampler
+from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.train.batches import assemble, draw_blocks
 from dspine_mlx.train.config import LossConfig
 from dspine_mlx.train.data import Problems, Sequence, prompt_tokens, read_chats

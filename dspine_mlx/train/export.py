@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.dflash import DFlash
-from dspine_mlx.dspark import DSpark
-from dspine_mlx.dspine import GATES, DSpine
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.dspark import DSpark
+from dspine_mlx.drafters.dspine import GATES, DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.config import LossConfig
 

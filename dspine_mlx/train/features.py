@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
 from dspine_mlx.train.data import Sequence
 
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from dspine_mlx.dflash import DFlash
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.batches import Observe, assemble, draw, draw_blocks, slot_weights
 from dspine_mlx.train.blocks import Batch

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from dspine_mlx.dflash import DFlash, top_k
-from dspine_mlx.dspark import DSpark, RNNMarkov, VanillaMarkov
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.drafters.dflash import DFlash, top_k
+from dspine_mlx.drafters.dspark import DSpark, RNNMarkov, VanillaMarkov
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.train.blocks import Batch, States, forward
 from dspine_mlx.train.config import LossConfig
 

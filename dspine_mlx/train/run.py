@@ -12,15 +12,15 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.config import flatten
-from dspine_mlx.convert.checkpoint import open_checkpoint
-from dspine_mlx.convert.layouts import METHODS
-from dspine_mlx.convert.read import read_config
-from dspine_mlx.dflash import DFlash
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.checkpoints.files import read_config
+from dspine_mlx.checkpoints.layouts import METHODS
+from dspine_mlx.checkpoints.open import open_checkpoint
+from dspine_mlx.drafters.config import flatten
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import resolve
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
 from dspine_mlx.train.batches import Observe
 from dspine_mlx.train.config import LOSSES, LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence, read_sequences

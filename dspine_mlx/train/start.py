@@ -5,12 +5,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dspine_mlx.convert.transfer_space import transfer_codes
-from dspine_mlx.dflash import DFlash
-from dspine_mlx.dspark import DSpark
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.checkpoints.transfer_space import transfer_codes
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.dspark import DSpark
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
 from dspine_mlx.train.data import Sequence
 
 

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 import dspine_mlx
-from dspine_mlx import decoder
-from dspine_mlx.sampling import Sampler
-from dspine_mlx.selection import Draft
-from dspine_mlx.verification import Rows, accept, acceptance, block_chances
+from dspine_mlx.round import text
+from dspine_mlx.round.accept import Rows, accept, acceptance, block_chances
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.select import Draft
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
             rounds.append((float(np.cumprod(alone).sum()), float((1 - fails).sum())))
         return accept(draft, rows, sampler)
 
-    decoder.accept = both
+    text.accept = both
     mx.random.seed(0)
     for line in args.prompts.read_text(encoding="utf-8").splitlines()[: args.texts]:
         prompt = tokenizer.apply_chat_template(

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import dspine_mlx
 from dspine_mlx.convert.conversion import convert
-from dspine_mlx.dflash import Proposal
+from dspine_mlx.drafters.dflash import Proposal
 from dspine_mlx.load import DEMO, load_drafter
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
 
 PROMPTS = [
     "Tom has 4 apples and buys 3 more. How many apples does he have?",

@@ -19,9 +19,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.config import DSpineConfig
-from dspine_mlx.convert.layouts import INJECTION
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.checkpoints.layouts import INJECTION
+from dspine_mlx.drafters.config import DSpineConfig
+from dspine_mlx.drafters.dspine import DSpine
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["DSpineDraftModel"],

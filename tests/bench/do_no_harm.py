@@ -24,13 +24,13 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import make_sampler
 
 import dspine_mlx
-from dspine_mlx.config import DSpineConfig
-from dspine_mlx.costs import costs_of
-from dspine_mlx.dflash import DFlash
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.drafters.config import DSpineConfig
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.load import DEMO, load, load_drafter
-from dspine_mlx.schedule import Schedule
-from dspine_mlx.target import Target
+from dspine_mlx.target.model import Target
+from dspine_mlx.verify_length.costs import costs_of
+from dspine_mlx.verify_length.schedule import Schedule
 from tests.bench.loop import pair
 
 # random-100m: target and drafter of tests.bench.loop, with random weights

@@ -1,7 +1,7 @@
 """Writes the measured parts of docs/families.md: `python -m tests.bench.families`.
 
-Every family of tests/families.py is run through rounds of random lengths and acceptance; a round's
-memory and the replay's share of it are measured on a scaled Qwen3.5.
+Every family of tests/support/families.py is run through rounds of random lengths and acceptance; a
+round's memory and the replay's share of it are measured on a scaled Qwen3.5.
 """
 
 import random
@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
-from dspine_mlx.recording import Call
-from dspine_mlx.rollback import Rollback, leaves
-from tests.families import FAMILIES, build
+from dspine_mlx.target.recurrent import Call
+from dspine_mlx.target.rollback import Rollback, leaves
+from tests.support.families import FAMILIES, build
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 MODELS = {

@@ -16,10 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.decoder import Decoder
-from dspine_mlx.dspine import DSpine
-from dspine_mlx.schedule import Fixed
-from dspine_mlx.selection import select
+from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.round.select import select
+from dspine_mlx.round.text import Decoder
+from dspine_mlx.verify_length.schedule import Fixed
 from tests.bench.prefill_memory import SHAPE, random_pair
 
 ROUNDS = 20

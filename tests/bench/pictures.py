@@ -21,7 +21,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from dspine_mlx import load, load_drafter
-from dspine_mlx.calibration import (
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.verify_length.calibration import (
     BINS,
     SHIPPED,
     Calibration,
@@ -31,11 +34,8 @@ from dspine_mlx.calibration import (
     survival_errors,
     uncalibrated,
 )
-from dspine_mlx.costs import Curve, measure
-from dspine_mlx.errors import InputError
-from dspine_mlx.load import DEMO
-from dspine_mlx.rounds import Rounds, record, sum_of
-from dspine_mlx.sampling import Sampler
+from dspine_mlx.verify_length.costs import Curve, measure
+from dspine_mlx.verify_length.fit import Rounds, record, sum_of
 from recipes.demo import HELD_OUT_SEED
 from recipes.word_problems import questions
 

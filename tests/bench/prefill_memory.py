@@ -14,11 +14,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.config import DSpineConfig
-from dspine_mlx.decoder import Decoder
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.drafters.config import DSpineConfig
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.generate import decode
-from dspine_mlx.target import Target
+from dspine_mlx.round.text import Decoder
+from dspine_mlx.target.model import Target
 
 TOKENS, LAYERS = 4000, 10
 SHAPE = {

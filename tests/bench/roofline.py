@@ -21,12 +21,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3
 
-from dspine_mlx.config import DSpineConfig
-from dspine_mlx.dspine import DSpine
+from dspine_mlx.drafters.config import DSpineConfig
+from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
-from dspine_mlx.selection import select
-from dspine_mlx.target import Target
-from tests.metal_device import KERNELS, emulator, launch
+from dspine_mlx.round.select import select
+from dspine_mlx.target.model import Target
+from tests.support.metal_device import KERNELS, emulator, launch
 
 LAUNCH = 2.5e-6  # s, from one small dependent kernel to the next; reported for an M3 Ultra
 CONTEXT = 4  # rows of features that enter the drafter's cache in a round

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.serving import Server, scripted_pair, start, wait_until_up
+from tests.support.serving import Server, scripted_pair, start, wait_until_up
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CITY = {

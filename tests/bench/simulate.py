@@ -19,11 +19,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dspine_mlx.calibration import Calibration, fit, sigmoid, uncalibrated
-from dspine_mlx.costs import Costs, Curve
-from dspine_mlx.response import Statistics
-from dspine_mlx.schedule import Auto, Fixed, Policy
-from dspine_mlx.selection import Draft, Evidence
+from dspine_mlx.round.select import Draft, Evidence
+from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.verify_length.calibration import Calibration, fit, sigmoid, uncalibrated
+from dspine_mlx.verify_length.costs import Costs, Curve
+from dspine_mlx.verify_length.schedule import Auto, Fixed, Policy
 
 HERE = Path(__file__).parent
 DEPTHS = (512, 16384)
@@ -168,7 +168,7 @@ def record(model: Any, tokenizer: Any, drafter: Any, prompt: str, tokens: int) -
     from mlx_lm import stream_generate
     from mlx_lm.models.cache import make_prompt_cache
 
-    from dspine_mlx.selection import select
+    from dspine_mlx.round.select import select
 
     given = tokenizer.encode(prompt)
     text = [*given, *(r.token for r in stream_generate(model, tokenizer, given, max_tokens=tokens))]

@@ -21,10 +21,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 import dspine_mlx
-from dspine_mlx.calibration import sigmoid
-from dspine_mlx.lengths import admitted
-from dspine_mlx.sampling import Sampler
-from dspine_mlx.selection import log_odds
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.select import log_odds
+from dspine_mlx.verify_length.calibration import sigmoid
+from dspine_mlx.verify_length.rules import admitted
 from tests.bench.simulate import HERE, curve_of
 
 GRID = np.exp(np.linspace(np.log(1e-4), 0, 32))

@@ -27,10 +27,10 @@ from typing import Annotated
 
 import typer
 
-from dspine_mlx.bench import Pair, fork_margin
 from dspine_mlx.load import load
-from dspine_mlx.sampling import Sampler
-from dspine_mlx.suites import load_suite
+from dspine_mlx.measure.compare import Pair, fork_margin
+from dspine_mlx.measure.prompts import load_suite
+from dspine_mlx.round.sampler import Sampler
 from tests.bench.peers.code_lines import code_lines
 from tests.bench.peers.report import PLAIN, Record, forks, read_records, runs
 

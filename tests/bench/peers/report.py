@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dspine_mlx.bench import fork
+from dspine_mlx.measure.compare import fork
 
 PLAIN, OURS = "mlx-lm", "dspine-mlx"
 Record = dict[str, Any]

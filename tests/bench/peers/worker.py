@@ -48,7 +48,7 @@ def plain(options: argparse.Namespace) -> tuple[Generate, EndTokens]:
 def dspine(options: argparse.Namespace) -> tuple[Generate, EndTokens]:
     """dspine_mlx.stream_generate; without a length, with its own choice of one."""
     import dspine_mlx
-    from dspine_mlx import costs
+    from dspine_mlx.verify_length import costs
 
     if options.scratch is not None:
         costs.CACHE = options.scratch

@@ -1,0 +1,80 @@
+"""Tensor names of a checkpoint -> parameter paths of the drafter, by a layout's table."""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+from dspine_mlx.checkpoints.layouts import IGNORED, Layout
+
+LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
+Sources = dict[str, tuple[str, ...]]
+Problems = dict[str, list[str]]
+
+
+def parameter(layout: Layout, name: str) -> str | None:
+    """The path (with #k for part k) that a tensor has in the drafter; None: unknown.
+
+    A packed weight's scales and biases go where its weight goes.
+    """
+    name = name.removeprefix("model.")
+    for suffix in (".scales", ".biases"):
+        if name.endswith(suffix):
+            weight = parameter(layout, name.removesuffix(suffix) + ".weight")
+            return weight and weight.replace(".weight", suffix)
+    layers = LAYER.findall(name)
+    path = layout.names.get(LAYER.sub(".{i}.", name))
+    return path and path.replace("{i}", layers[0] if layers else "")
+
+
+def match(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Sources, Problems]:
+    """The tensors that each parameter is made of, in order; and those that are missing as parts,
+    unexpected, claimed twice, or of another shape than the other parts."""
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    unexpected = []
+    for name in sorted(shapes):
+        path, _, part = (parameter(layout, name) or "").partition("#")
+        if path:
+            places[path, part].append(name)
+        elif name.removeprefix("model.") not in IGNORED:
+            unexpected.append(f"{name} {list(shapes[name])}")
+    twice = [f"{path} by {' and '.join(names)}" for (path, _), names in places.items() if names[1:]]
+    missing, uneven = [], []
+    sources: Sources = {}
+    for path in sorted({path for path, _ in places}):
+        wanted = parts_of(layout, path)
+        parts = [places[path, str(k)][0] for k in range(len(wanted)) if (path, str(k)) in places]
+        whole = places.get((path, ""), [])
+        if whole and parts:
+            twice.append(f"{path} by {whole[0]} and {parts[0]}")
+        if not whole:
+            missing += [wanted[k] for k in range(len(wanted)) if (path, str(k)) not in places]
+        if len({shapes[name] for name in parts}) > 1:
+            uneven.append(", ".join(f"{name} {list(shapes[name])}" for name in parts))
+        sources[path] = (whole[0],) if whole else tuple(parts)
+    return sources, {
+        "missing": missing,
+        "unexpected": unexpected,
+        "twice": twice,
+        "wrong shape": uneven,
+    }
+
+
+def published(layout: Layout, path: str) -> list[str]:
+    """What the layout calls the tensors of a parameter."""
+    layer = next(iter(LAYER.findall(path)), "")
+    pattern = LAYER.sub(".{i}.", path)
+    found = parts_of(layout, path) or [n for n, to in layout.names.items() if to == pattern][:1]
+    return [name.replace("{i}", layer) for name in found] or [path]
+
+
+def parts_of(layout: Layout, path: str) -> list[str]:
+    """The tensors, in order, that are stacked into a parameter; empty for most."""
+    parts = [
+        (target, name) for name, target in layout.names.items() if target.startswith(f"{path}#")
+    ]
+    return [name for _, name in sorted(parts)]
+
+
+def unknown(layout: Layout, names: Collection[str]) -> list[str]:
+    """Names that the layout's table has no place for."""
+    return sorted(n for n in names if n not in IGNORED and parameter(layout, n) is None)

@@ -1,0 +1,142 @@
+"""DSpine: adjacent causal injection in every draft layer (arXiv:2609.36173).
+
+After each layer a slot receives what its predecessor predicts at that depth; after the last layer
+the same injection takes the predecessor's token instead, which gives a K x K transition table.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from dspine_mlx.drafters.config import DSpineConfig
+from dspine_mlx.drafters.dflash import DFlash, Proposal
+from dspine_mlx.metal.inject import gated_message, residual_write
+from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
+from dspine_mlx.metal.transition import candidate_messages, transition_scores
+from dspine_mlx.target.model import Target
+
+GATES = ("receiver_gate", "predecessor_gate", "message")  # G_q, G_p, A, as stacked in `gates`
+
+
+class Injection(nn.Module):
+    """h_t = u_t + RMS(u_t) W_l (sigmoid(G_q z_t + G_p z_{t-1} + b) * A z_{t-1})
+
+    z_t = sqrt(r) R_l u_t / ||R_l u_t|| is what slot t predicts, in the space of the codes C.
+    `gates.weight` [3a, r] stacks the checkpoint's receiver_gate G_q, predecessor_gate G_p and
+    message A, so that one product serves all three.
+    """
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        d, r, a = config.hidden_size, config.transfer_rank, config.message_size
+        self.readouts = [nn.Linear(d, r, bias=False) for _ in range(config.num_hidden_layers)]
+        self.writes = [nn.Linear(a, d, bias=False) for _ in range(config.num_hidden_layers)]
+        self.gates = nn.Linear(r, 3 * a, bias=False)
+        self.bias = mx.zeros((a,))
+
+    def from_codes(self, codes: mx.array) -> mx.array:
+        """[G_p; A] sqrt(r) c of known tokens' codes c [..., r]: [..., 2a]."""
+        return project_rows(self.gates, codes * codes.shape[-1] ** 0.5, self.bias.shape[0])
+
+
+class DSpine(DFlash):
+    config: DSpineConfig
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__(config)
+        self.injection = Injection(config)
+        self.transfer_codes = nn.Embedding(config.vocab_size, config.transfer_rank)
+
+    def next_norm(self, layer: int) -> nn.RMSNorm:
+        """The norm that reads what layer writes."""
+        last = layer + 1 == len(self.layers)
+        return self.norm if last else self.layers[layer + 1].input_layernorm
+
+    def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
+        """See `DFlash.bind`. With kernels, codes kept in full are folded with their gates."""
+        super().bind(target, kernels)
+        codes = self.get("transfer_codes", {})  # absent once they are folded
+        if kernels.active and "weight" in codes and "scales" not in codes:
+            self.folded_codes = self.injection.from_codes(codes.weight)
+            mx.eval(self.folded_codes)
+            del self.transfer_codes
+        return self
+
+    def code_rows(self, tokens: mx.array) -> Lookup:
+        """Rows [G_p; A] sqrt(r) C[x] [2a] of tokens.
+
+        A round reads the codes C [V, r] in this form only. Folded once for the vocabulary it takes
+        as much memory where 2a = r, and saves every round the product over all candidates.
+        """
+        if "folded_codes" in self:
+            return Lookup(tokens, self.folded_codes)
+        rows = mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
+        return Lookup(rows, self.injection.from_codes(self.transfer_codes(tokens.reshape(-1))))
+
+    def inject(
+        self, layer: int, block: mx.array, anchor: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Injection after a layer, in five launches: h of all slots [B, d], normalised for the next
+        layer too, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
+
+        block: the layer's output [B, d], slot 0 stays as it is; anchor: [G_p; A] sqrt(r) C[x_0].
+        """
+        injection, norm = self.injection, self.next_norm(layer)
+        y = injection.readouts[layer](block[1:])
+        message, receiver = gated_message(
+            y, injection.gates(y), anchor, injection.bias, self.kernels
+        )
+        write = injection.writes[layer](message)
+        h, normed = residual_write(block, write, norm.weight, norm.eps, self.kernels)
+        return h, normed, receiver
+
+    def injected_backbone(
+        self, anchor: mx.array, features: mx.array, cache: list[KVCache]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Run all layers; of slots 1..M after the last one: normalised states [M, d], the states u
+        [M, d] before its injection, and its receiver terms [M, a]."""
+        h, context = self.embed_block(anchor), self.context(features)
+        normed = self.layers[0].input_layernorm(h)
+        code = self.code_rows(anchor).take()
+        for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
+            block = layer(h, normed, context, c)[0]
+            h, normed, receiver = self.inject(i, block, code)
+            h, normed = h[None], normed[None]
+        return normed[0, 1:], block[1:], receiver
+
+    def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
+        """Propose M tokens after the anchor: T_t[i, j] = S_t(v_i, v_j), the last layer's injection
+        redone with candidate i of slot t - 1 as the predecessor. See `DFlash.propose`."""
+        states, u, receiver = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
+        ids, scores = self.candidates(states)
+        table = self.transition_table(u[1:], receiver[1:], ids)
+        return Proposal(self.tokens(ids), scores[0], table)
+
+    def transition_table(self, u: mx.array, receiver: mx.array, ids: mx.array) -> mx.array:
+        """Last-write refinement for all pairs of candidates [M, K] at once: [M-1, K, K] float32.
+
+        u [M-1, d] and receiver [M-1, a] of slots 2..M are kept from the last layer: no readout or
+        gate of theirs is computed again.
+        """
+        predecessors = self.code_rows(self.tokens(ids[:-1]))
+        message = candidate_messages(receiver, predecessors, self.kernels)
+        write = self.injection.writes[-1](message)  # [M-1, K, d]
+        head, norm = self.target.head_lookup(ids[1:]), self.norm
+        scores = transition_scores(u, write, norm.weight, norm.eps, head, self.kernels)
+        return self.scale_scores(scores)
+
+
+def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:
+    """x times the output rows of a Linear, quantised or not, from row `first` on."""
+    if "scales" not in linear:
+        return x @ linear.weight[first:].T
+    biases = linear.get("biases")
+    return mx.quantized_matmul(
+        x,
+        linear.weight[first:],
+        scales=linear.scales[first:],
+        biases=None if biases is None else biases[first:],
+        group_size=linear.group_size,
+        bits=linear.bits,
+        mode=linear.mode,
+    )

@@ -1,0 +1,262 @@
+"""Net speed against mlx-lm's own decoding, measured in one run on the user's machine."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.errors import InputError
+from dspine_mlx.generate import stream_generate
+from dspine_mlx.load import resolve
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.statistics import GenerationResponse
+
+PLAIN, AUTO, MLX_LM = "plain", "auto", "mlx-lm-draft:"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What every way of decoding shares. Without a drafter only mlx-lm's ways can be had."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    drafter: DFlash | None
+    sampler: Sampler
+
+
+Run = Callable[[list[int], int], Iterator[Any]]  # prompt, max_tokens -> responses
+
+
+def verify_length(way: str) -> int | str | None:
+    """What `auto` and `fixed:N` offer the target a round; None for mlx-lm's own ways."""
+    if way == PLAIN or (way.startswith(MLX_LM) and way != MLX_LM):
+        return None
+    kind, _, number = way.partition(":")
+    if way != AUTO and (kind != "fixed" or not number.isdecimal()):
+        raise InputError(
+            f"can't compare {way!r}; ways are plain, auto, fixed:N and mlx-lm-draft:MODEL"
+        )
+    return AUTO if way == AUTO else int(number)
+
+
+def make_way(way: str, pair: Pair) -> Run:
+    """plain, auto, fixed:N or mlx-lm-draft:MODEL."""
+    length = verify_length(way)
+    if length is None:
+        draft_model = None if way == PLAIN else load_draft_model(way.removeprefix(MLX_LM), pair)
+        return lambda prompt, n: mlx_lm.stream_generate(
+            pair.model,
+            pair.tokenizer,
+            prompt,
+            max_tokens=n,
+            sampler=pair.sampler,
+            draft_model=draft_model,
+        )
+    if pair.drafter is None:
+        raise InputError(f"{way} needs a drafter; give --draft-model")
+    return lambda prompt, n: stream_generate(
+        pair.model,
+        pair.tokenizer,
+        prompt,
+        pair.drafter,
+        max_tokens=n,
+        sampler=pair.sampler,
+        verify_length=length,
+    )
+
+
+def load_draft_model(path: str, pair: Pair) -> nn.Module:
+    """A whole model that mlx-lm's own speculative decoding drafts with."""
+    model, tokenizer = mlx_lm.load(str(resolve(path)))
+    if tokenizer.vocab_size != pair.tokenizer.vocab_size:
+        raise InputError(
+            f"{path} has a vocabulary of {tokenizer.vocab_size} tokens, the target's has "
+            f"{pair.tokenizer.vocab_size}; mlx-lm needs a draft model with the target's tokenizer"
+        )
+    return model
+
+
+@dataclass
+class Measurement:
+    """One text: seconds to the first token, tokens per second after it, and what came out."""
+
+    first_token: float
+    tokens_per_second: float
+    tokens: list[int]
+    acceptance_length: float
+    peak_memory: float  # GB
+    verify_lengths: Counter[int] = field(default_factory=Counter)
+
+
+def measure(run: Run, prompt: list[int], max_tokens: int, seed: int) -> Measurement:
+    mx.random.seed(seed)
+    mx.reset_peak_memory()
+    start = time.perf_counter()
+    first = 0.0
+    tokens: list[int] = []
+    drafted = 0
+    response: Any = None
+    for response in run(prompt, max_tokens):
+        if not tokens:
+            first = time.perf_counter()
+        tokens.append(response.token)
+        drafted += response.from_draft
+    seconds = time.perf_counter() - first
+    # Every round ends with a token that is no draft, but for one that max_tokens has cut.
+    rounds = len(tokens) - drafted + response.from_draft
+    acceptance, lengths = len(tokens) / rounds, Counter[int]()
+    if isinstance(response, GenerationResponse) and response.rounds:
+        acceptance, lengths = response.acceptance_length, response.verify_lengths
+    speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
+    memory = mx.get_peak_memory() / 1e9
+    return Measurement(first - start, speed, tokens, acceptance, memory, lengths)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """MLX's "[malloc] Unable to allocate", "[metal::malloc] Attempting to allocate ..." or "...
+    Resource limit", and "[METAL] Command buffer execution failed: Insufficient Memory"."""
+    if isinstance(error, RuntimeError):
+        return re.search(r"malloc\]|Insufficient Memory", str(error)) is not None
+    return isinstance(error, MemoryError)
+
+
+@dataclass
+class Comparison:
+    """Measurements by way, prompt and repeat; all ways of a prompt are measured in turn."""
+
+    ways: list[str]
+    runs: dict[str, list[list[Measurement]]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # way -> why
+
+    @contextmanager
+    def surviving(self, way: str, *refusals: type[Exception]) -> Iterator[None]:
+        """A way that runs out of memory or raises one of the refusals is dropped; without plain
+        decoding there is nothing left to compare."""
+        try:
+            yield
+        except (ValueError, MemoryError, RuntimeError) as error:
+            refused = isinstance(error, refusals)
+            if way == PLAIN or not (refused or out_of_memory(error)):
+                raise
+            reason = "" if refused else "out of memory: "
+            self.dropped[way] = reason + " ".join(str(error).split())
+            self.ways.remove(way)
+            self.runs.pop(way, None)
+        if way in self.dropped:
+            mx.clear_cache()
+
+    def matched(self, way: str, other: str) -> list[tuple[Measurement, Measurement]]:
+        """Of two ways, each with the same prompt in the same repeat."""
+        flat = ([m for runs in self.runs[name] for m in runs] for name in (way, other))
+        return list(zip(*flat, strict=False))
+
+    def ratios(self, way: str, other: str) -> list[float]:
+        """How many times as fast as the other, in ascending order."""
+        matched = self.matched(way, other)
+        return sorted(
+            a.tokens_per_second / b.tokens_per_second for a, b in matched if b.tokens_per_second
+        )
+
+    def summary(self, way: str) -> dict[str, Any]:
+        """Medians of a way, its net speed-up over plain decoding, how many times as fast `auto` is,
+        and how many texts are those of plain decoding."""
+        pairs, ratios = self.matched(way, PLAIN), self.ratios(way, PLAIN)
+        flat = [m for m, _ in pairs]
+        auto = self.ratios(AUTO, way) if AUTO in self.runs else []
+        return {
+            "way": way,
+            "tokens_per_second": median(m.tokens_per_second for m in flat),
+            "speedup": median(ratios) if ratios else None,
+            "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
+            "auto_speedup": median(auto) if auto else None,
+            "acceptance_length": median(m.acceptance_length for m in flat),
+            "verify_lengths": dict(sorted(self.verify_lengths(way).items())),
+            "first_token_seconds": median(m.first_token for m in flat),
+            "peak_memory_gb": max(m.peak_memory for m in flat),
+            "identical": sum(m.tokens == p.tokens for m, p in pairs),
+            "texts": len(pairs),
+        }
+
+    def verify_lengths(self, way: str) -> Counter[int]:
+        """How many rounds offered how many drafted tokens."""
+        return sum((m.verify_lengths for runs in self.runs[way] for m in runs), Counter())
+
+    def forks(self, way: str) -> Iterator[tuple[int, int]]:
+        """(prompt, position) of every first repeat that leaves plain decoding's text."""
+        for i, (runs, plain) in enumerate(zip(self.runs[way], self.runs[PLAIN], strict=False)):
+            if runs[0].tokens != plain[0].tokens:
+                yield i, fork(runs[0].tokens, plain[0].tokens)
+
+
+def fork(a: list[int], b: list[int]) -> int:
+    """The first position where two texts differ."""
+    shared = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(shared) if x != y), min(len(a), len(b)))
+
+
+def fork_margin(pair: Pair, prompt: list[int], plain: list[int], n: int, other: int) -> float:
+    """How far plain decoding preferred its token n over the other one, in nats."""
+    _, logprobs = next(generate_step(mx.array([*prompt, *plain[:n]]), pair.model, max_tokens=1))
+    return (logprobs[plain[n]] - logprobs[other]).item()
+
+
+def summaries(comparison: Comparison, greedy: bool) -> list[dict[str, Any]]:
+    """Every way's summary, with its forks: prompt and token counted from 1, the margin not yet
+    known. Sampled texts differ from run to run, and are not compared."""
+    rows = []
+    for way in comparison.ways:
+        places = comparison.forks(way) if greedy else ()
+        forks = [{"prompt": i + 1, "token": n + 1, "margin": None} for i, n in places]
+        row = comparison.summary(way) | {"forks": forks}
+        rows.append(row if greedy else row | {"identical": None})
+    return rows
+
+
+def add_margins(
+    rows: list[dict[str, Any]], comparison: Comparison, pair: Pair, prompts: list[list[int]]
+) -> None:
+    """Fill in how far the target preferred its own token at each fork, in nats; a text that only
+    ends earlier than the other has no margin."""
+    for row in rows:
+        for place in row["forks"]:
+            index, n = place["prompt"] - 1, place["token"] - 1
+            plain, other = (comparison.runs[w][index][0].tokens for w in (PLAIN, row["way"]))
+            if n < min(len(plain), len(other)):
+                place["margin"] = fork_margin(pair, prompts[index], plain, n, other[n])
+
+
+def compare(
+    pair: Pair, ways: list[str], prompts: list[list[int]], *, max_tokens: int, repeat: int
+) -> Iterator[Comparison]:
+    """Measure all ways, interleaved (A B A B ...) per prompt; yields the comparison so far after
+    each prompt, so that an interrupted run keeps what it has."""
+    comparison = Comparison(list(dict.fromkeys([PLAIN, *ways])))
+    runs: dict[str, Run] = {}
+    for way in list(comparison.ways):
+        with comparison.surviving(way):
+            runs[way] = make_way(way, pair)
+    for way in list(comparison.ways):
+        comparison.runs[way] = []
+        with comparison.surviving(way, ValueError):  # a target that can't be drafted for
+            for _ in runs[way](prompts[0], 8):  # warm-up
+                pass
+    for prompt in prompts:
+        row: dict[str, list[Measurement]] = {way: [] for way in comparison.ways}
+        for seed in range(repeat):
+            for way in list(comparison.ways):
+                with comparison.surviving(way):
+                    row[way].append(measure(runs[way], prompt, max_tokens, seed))
+        for way in comparison.ways:
+            comparison.runs[way].append(row[way])
+        yield comparison

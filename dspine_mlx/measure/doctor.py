@@ -1,0 +1,222 @@
+"""What this machine offers, what is on file, and what is known not to work."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mlx.core as mx
+from huggingface_hub import CacheNotFound, scan_cache_dir
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.generate import stream_generate
+from dspine_mlx.load import load
+from dspine_mlx.server.compatibility import check_host
+from dspine_mlx.verify_length import costs
+from dspine_mlx.verify_length.calibration import Calibration, load_calibrations
+from dspine_mlx.verify_length.costs import Curve
+from dspine_mlx.verify_length.store import calibrations_on_file, costs_on_file
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+BANDWIDTH = {  # GB/s as Apple publishes them; the larger where a name has two
+    "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
+    "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
+    "M3": 100, "M3 Pro": 150, "M3 Max": 400, "M3 Ultra": 819,
+    "M4": 120, "M4 Pro": 273, "M4 Max": 546,
+    "M5": 153,
+}  # fmt: skip
+OLD = ("M1", "M2")  # emulate bfloat16; MLX's kernel for several quantised rows wants an M3
+PEERS = {
+    "dflash-mlx": "patches classes of mlx-lm",
+    "mlx-dspark": "patches transformers when imported",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: what was looked at, how it is, and what to do about it.
+
+    private: the detail may hold names or paths of the user's.
+    """
+
+    name: str
+    status: str
+    detail: str
+    advice: str = ""
+    private: bool = False
+
+
+def examine() -> Iterator[Finding]:
+    """All findings. Loads the pair that ships, to run its kernels."""
+    system = f"{platform.platform()}, Python {platform.python_version()}"
+    yield Finding("system", OK, system, private=True)
+    yield from packages()
+    yield from incompatibilities()
+    yield from device()
+    yield from pair()
+    yield from on_file()
+    yield hub_cache()
+
+
+def packages() -> Iterator[Finding]:
+    for name in ("dspine-mlx", "mlx", "mlx-lm"):
+        yield Finding(name, OK, version(name))
+    for name, use in (("llguidance", "structured output"), ("matplotlib", "plots")):
+        installed = installed_version(name)
+        if installed is None:
+            yield Finding(name, NOTE, f"not installed; {use} needs it", f"pip install {name}")
+        else:
+            yield Finding(name, OK, installed)
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def incompatibilities() -> Iterator[Finding]:
+    """What is known not to go together."""
+    for backend in ("mlx-metal", "mlx-cpu"):
+        found = installed_version(backend)
+        if found not in (None, version("mlx")):
+            detail = f"{found}, but mlx is {version('mlx')}; the two must be equal"
+            yield Finding(backend, PROBLEM, detail, f"pip install {backend}=={version('mlx')}")
+    try:
+        check_host()
+        yield Finding("serving", OK, f"mlx-lm {version('mlx-lm')} has the parts that serve needs")
+    except InputError as error:
+        yield Finding("serving", NOTE, str(error), "for dspine-mlx serve, install such an mlx-lm")
+    for name, what in PEERS.items():
+        if installed_version(name) is not None:
+            advice = "don't import it in a program that uses dspine-mlx"
+            yield Finding(name, NOTE, f"is installed here too, and {what}", advice)
+
+
+def device() -> Iterator[Finding]:
+    if not mx.metal.is_available():
+        advice = "" if sys.platform != "darwin" else "use a native arm64 Python on Apple Silicon"
+        status = PROBLEM if sys.platform == "darwin" else NOTE
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        yield Finding("machine", OK, f"{costs.device_name()}, {memory:.0f} GiB")
+        yield Finding("Metal", status, "there is none; MLX runs on the CPU", advice)
+        return
+    info = mx.device_info()
+    chip = str(info["device_name"]).removeprefix("Apple ")
+    memory, working = (
+        int(info[k]) / 2**30 for k in ("memory_size", "max_recommended_working_set_size")
+    )
+    speed = f"{BANDWIDTH[chip]} GB/s nominal" if chip in BANDWIDTH else "bandwidth not known here"
+    yield Finding("chip", OK, f"{chip}, {memory:.0f} GiB, {speed}")
+    wired = subprocess.run(
+        ["sysctl", "-n", "iogpu.wired_limit_mb"], capture_output=True, text=True, check=False
+    )
+    limit = wired.stdout.strip() or "unknown"
+    limit = "macOS's own" if limit == "0" else f"{limit} MB"
+    advice = "sudo sysctl iogpu.wired_limit_mb=N raises it, at the cost of other programs"
+    yield Finding("GPU memory", OK, f"{working:.0f} GiB usable, wired limit {limit}", advice)
+    yield from limits_of(chip)
+
+
+def limits_of(chip: str) -> Iterator[Finding]:
+    generation = chip.split()[0]
+    if generation in OLD:
+        advice = "convert target and drafter with --dtype float16"
+        yield Finding("bfloat16", NOTE, f"the {chip} emulates it", advice)
+        yield Finding(
+            "verify rows",
+            NOTE,
+            f"on the {chip} every further row of a quantised target costs nearly as much as the "
+            "first, so drafting gains little or nothing; it parks by itself",
+            "dspine-mlx bench tells",
+        )
+    system = tuple(int(part) for part in platform.mac_ver()[0].split(".") if part)
+    if generation == "M5" and system and system < (26, 2):
+        detail = f"macOS {platform.mac_ver()[0]} does not let MLX use the {chip}'s"
+        yield Finding("neural accelerators", NOTE, detail, "update to macOS 26.2 or later")
+
+
+def pair() -> Iterator[Finding]:
+    """The shipped pair's round, and what the self-check of its kernels says."""
+    try:
+        model, tokenizer, drafter = load()
+        text = stream_generate(model, tokenizer, [5, 6, 7], drafter, max_tokens=8, verify_length=4)
+        tokens = [response.token for response in text]
+    except (InputError, RuntimeError, ValueError) as error:
+        yield Finding("shipped pair", PROBLEM, str(error), "reinstall dspine-mlx", private=True)
+        return
+    assert drafter is not None
+    modes = load_calibrations(drafter)
+    yield Finding("shipped pair", OK, f"generates ({len(tokens)} tokens); {in_words(modes)}")
+    if not drafter.kernels.active:
+        yield Finding("kernels", NOTE, "off without Metal; plain MLX operations run")
+        return
+    for check in drafter.kernels.checks.values():
+        status, advice = (OK, "") if check.runs else (NOTE, "plain MLX operations run instead")
+        yield Finding(f"kernel {check.kernel}", status, f"{check.shapes}: {check.reason}", advice)
+
+
+def on_file() -> Iterator[Finding]:
+    """Every file of costs and calibrations."""
+    entries = [*costs_on_file(), *calibrations_on_file()]
+    detail = f"{len(entries)} files of costs and calibrations in {costs.CACHE}"
+    yield Finding("on file", OK, detail, private=True)
+    for cost in costs_on_file():
+        yield line("costs", cost.name, cost.pair, cost.problem, cost.days, figures(cost.curve))
+    for one in calibrations_on_file():
+        what = in_words(one.modes or {})
+        yield line("calibration", one.name, one.pair, one.problem, one.days, what)
+
+
+def line(kind: str, name: str, pair: str, problem: str, days: float, what: str) -> Finding:
+    detail = ": ".join(part for part in (pair, what) if part) + f"; {days:.0f} days old"
+    if not problem:
+        return Finding(kind, OK, detail)
+    again = "it is measured again when needed" if kind == "costs" else "run dspine-mlx calibrate"
+    return Finding(kind, NOTE, f"{detail}; {problem}", f"delete {name}; {again}")
+
+
+def figures(curve: Curve | None) -> str:
+    if curve is None:
+        return ""
+    rows = curve.verify[0]
+    return (
+        f"plain {1e3 * curve.plain[0]:.1f} ms, draft {1e3 * curve.draft[0]:.1f} ms, "
+        f"verify {1e3 * rows[0]:.1f} ms (1 row) to {1e3 * rows[-1]:.1f} ms ({len(rows)} rows)"
+    )
+
+
+def in_words(modes: dict[str, Calibration]) -> str:
+    known = [f"{mode} ({calibration.rounds} rounds)" for mode, calibration in modes.items()]
+    return f"calibrated for {', '.join(known)}" if known else "not calibrated"
+
+
+def hub_cache() -> Finding:
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return Finding("Hub cache", OK, "empty")
+    drafters = [
+        repo.repo_id
+        for repo in cache.repos
+        if repo.repo_type == "model" and any(is_drafter(r.snapshot_path) for r in repo.revisions)
+    ]
+    detail = (
+        f"{len(cache.repos)} repositories, {cache.size_on_disk / 2**30:.1f} GiB; "
+        f"drafters: {', '.join(sorted(drafters)) or 'none'}"
+    )
+    if cache.warnings:
+        detail += f"; {len(cache.warnings)} entries are damaged"
+        return Finding("Hub cache", NOTE, detail, "download them again", private=True)
+    return Finding("Hub cache", OK, detail, private=True)
+
+
+def is_drafter(folder: Path) -> bool:
+    config = folder / "config.json"
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    return any(key in text for key in ("target_layer_ids", "aux_hidden_state_layer_ids"))

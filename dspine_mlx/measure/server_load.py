@@ -1,0 +1,203 @@
+"""Several requests at once through `dspine-mlx serve`: plain batches against drafting in turn.
+
+The server is a process of its own on the loopback interface and the clients are threads here, so
+that HTTP, chat template and streaming are in the figures, as they are for its users. Plain requests
+are decoded together in mlx-lm's batches; requests with a drafter are decoded one after another.
+"""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
+from statistics import median
+from typing import Any, BinaryIO
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.measure.compare import PLAIN, verify_length
+from dspine_mlx.measure.prompts import Messages
+
+POLL = 0.1  # seconds between two looks at a server that is loading
+
+
+class ServerFailed(RuntimeError):
+    """The server ended or answered with an error."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every request has in common."""
+
+    port: int
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    first_text: float  # seconds from request to the first text of the stream
+    tokens: int
+    path: str  # how the server decoded it: speculative, batched or plain
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Requests that were sent together."""
+
+    seconds: float  # until the last one ended
+    replies: list[Reply]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(reply.tokens for reply in self.replies) / self.seconds
+
+
+@dataclass
+class Contest:
+    """Crowds by way; the ways take turns."""
+
+    ways: list[str]
+    runs: dict[str, list[Crowd]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # way -> why
+
+    @contextmanager
+    def surviving(self, way: str) -> Iterator[None]:
+        """A way that the server fails at is dropped; without plain there is nothing to compare."""
+        try:
+            yield
+        except ServerFailed as error:
+            if way == PLAIN:
+                raise
+            self.dropped[way] = str(error)
+            self.ways.remove(way)
+            del self.runs[way]
+
+    def summary(self, way: str) -> dict[str, Any]:
+        """Medians of a way, and its speed-up over the plain crowd of the same turn."""
+        crowds, plain = self.runs[way], self.runs[PLAIN]
+        pairs = zip(crowds, plain, strict=False)
+        ratios = sorted(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
+        first = [reply.first_text for crowd in crowds for reply in crowd.replies]
+        return {
+            "way": way,
+            "tokens_per_second": median(crowd.tokens_per_second for crowd in crowds),
+            "speedup": median(ratios),
+            "speedup_range": [ratios[0], ratios[-1]],
+            "first_text_seconds": median(first),
+            "last_first_text_seconds": median(
+                max(reply.first_text for reply in crowd.replies) for crowd in crowds
+            ),
+            "paths": dict(Counter(reply.path for crowd in crowds for reply in crowd.replies)),
+        }
+
+
+def check_way(way: str) -> None:
+    if verify_length(way) is None and way != PLAIN:
+        raise InputError(
+            f"the server has no {way}; with --concurrency compare plain, auto, fixed:N"
+        )
+
+
+def contest(
+    asked: Asked, ways: list[str], prompts: list[Messages], requests: int, repeat: int
+) -> Iterator[Contest]:
+    """Crowds of so many requests, the ways interleaved (A B A B ...) after a warm-up of each;
+    yields the contest so far after each turn."""
+    result = Contest(list(dict.fromkeys([PLAIN, *ways])))
+    result.runs = {way: [] for way in result.ways}
+    together = list(islice(cycle(prompts), requests))
+    for way in list(result.ways):
+        with result.surviving(way):
+            crowd(asked, way, together)
+    for _ in range(repeat):
+        for way in list(result.ways):
+            with result.surviving(way):
+                result.runs[way].append(crowd(asked, way, together))
+        yield result
+
+
+def crowd(asked: Asked, way: str, prompts: list[Messages]) -> Crowd:
+    """All prompts at once."""
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        start = time.perf_counter()
+        replies = list(clients.map(partial(ask, asked, way), prompts))
+        return Crowd(time.perf_counter() - start, replies)
+
+
+def ask(asked: Asked, way: str, messages: Messages) -> Reply:
+    body = {
+        "messages": messages,
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "verify_length": verify_length(way) or 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    start, first = time.perf_counter(), None
+    connection = http.client.HTTPConnection("127.0.0.1", asked.port)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    response = connection.getresponse()
+    if response.status != 200:
+        raise ServerFailed(f"the server answered {response.status}: {response.read().decode()}")
+    usage: dict[str, Any] = {}
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            raise ServerFailed(f"the server gave a request up: {event['error']}")
+        first = first or time.perf_counter()
+        usage = event.get("usage") or usage
+    connection.close()
+    if first is None or not usage:
+        raise ServerFailed("the server ended a reply early")
+    return Reply(first - start, usage["completion_tokens"], usage["dspine"]["path"])
+
+
+@contextmanager
+def serving(model: str, draft_model: str | None, requests: int) -> Iterator[int]:
+    """The port of a server that drafts for up to so many requests and keeps no prompts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "dspine_mlx.server", "--model", model, "--port", str(port)]
+    command += ["--speculate-up-to", str(requests), "--decode-concurrency", str(requests)]
+    command += ["--prompt-cache-size", "0", "--log-level", "ERROR"]
+    command += [] if draft_model is None else ["--draft-model", draft_model]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            wait_until_loaded(process, port, log)
+            yield port
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def wait_until_loaded(process: subprocess.Popen, port: int, log: BinaryIO) -> None:
+    while not loaded(port):
+        if process.poll() is not None:
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise ServerFailed(f"the server did not start: {' '.join(last)}")
+        time.sleep(POLL)
+
+
+def loaded(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    try:
+        connection.request("GET", "/health")
+        return bool(json.load(connection.getresponse())["loaded"])
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,74 @@
+"""What generation asks of a policy and tells it, and the simplest one: a fixed length."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+from mlx_lm.sample_utils import Sampler as SamplerFunction
+
+from dspine_mlx.round.select import Draft
+from dspine_mlx.round.statistics import Statistics
+
+
+class Policy(Protocol):
+    """What generation asks, and tells."""
+
+    parked: bool  # plain decoding, until further notice
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the next length depends on the draft's evidence, which then comes with it."""
+
+    def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+        """A new text starts after depth tokens."""
+
+    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
+        """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
+
+    def learn(self, accepted: int, offered: int) -> None:
+        """The round is over; accepted of the offered tokens stood."""
+
+    def probing(self, depth: int) -> bool:
+        """Whether to draft now while decoding plainly, only to be watched."""
+
+    def watch(self, draft: Draft) -> None:
+        """A draft that the next plain tokens will be compared with."""
+
+    def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
+        """A plain token, which the caller has waited for since the clock's reading waiting."""
+
+    def hopeless(self, depth: int) -> bool:
+        """Whether plain decoding wins even if every drafted token stands."""
+
+    def verdict(self, depth: int) -> str:
+        """In words, how the text was made."""
+
+
+@dataclass
+class Fixed:
+    """Always the same length; 0 is plain decoding."""
+
+    tokens: int
+    parked: bool = False
+    weighs: bool = False
+
+    def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+        self.parked = self.tokens == 0
+
+    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
+        return min(self.tokens, limit)
+
+    def learn(self, accepted: int, offered: int) -> None: ...
+
+    def probing(self, depth: int) -> bool:
+        return False
+
+    def watch(self, draft: Draft) -> None: ...
+
+    def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None: ...
+
+    def hopeless(self, depth: int) -> bool:
+        return False
+
+    def verdict(self, depth: int) -> str:
+        return ""

@@ -1,0 +1,100 @@
+"""The user's sampler as a law: mlx-lm's transforms with their settings in sight."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import mlx.core as mx
+from mlx_lm.sample_utils import (
+    Sampler as SamplerFunction,
+)
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    apply_xtc,
+    make_sampler,
+)
+
+from dspine_mlx.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """mlx_lm.sample_utils.make_sampler, arguments and draws alike, that also states its law.
+
+    A sampler whose law is known lets drafts be sampled too and verified by the ratio test; an
+    unknown callable can only be compared with (see `dspine_mlx.round.accept`).
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temp < float("inf"):
+            raise InputError(f"temperature is {self.temp}; it must be 0 (greedy) or above")
+        for name in ("top_p", "min_p", "xtc_probability"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.min_tokens_to_keep < 1:
+            raise InputError(
+                f"min_tokens_to_keep is {self.min_tokens_to_keep}; it must be at least 1"
+            )
+        if self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}; it must be 0 (off) or above")
+        if not 0 <= self.xtc_threshold <= 0.5:
+            raise InputError(f"xtc_threshold is {self.xtc_threshold}; it must lie in [0, 0.5]")
+
+    @cached_property
+    def function(self) -> SamplerFunction:
+        """mlx-lm's own sampler with these settings."""
+        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        return make_sampler(**settings | {"xtc_special_tokens": list(self.xtc_special_tokens)})
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        return self.function(logprobs)
+
+    def law(self, logprobs: mx.array) -> mx.array:
+        """The float32 law [n, V] that a draw from each row of logprobs [n, V] follows.
+
+        XTC tosses its coin for every row here; the law returned is the one given the coin.
+        """
+        kept = self.truncate(logprobs)
+        if self.xtc_probability > 0:
+            kept = mx.concatenate([self.exclude_top(row[None]) for row in kept])
+        if 0 < self.top_k < kept.shape[-1]:
+            kept = apply_top_k(kept, self.top_k)
+        return mx.softmax((kept * (1.0 / self.temp)).astype(mx.float32), axis=-1)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the law of drafts is more than a softmax at the temperature."""
+        return 0 < self.top_p < 1 or self.min_p != 0 or self.top_k > 0
+
+    def truncate(self, logprobs: mx.array) -> mx.array:
+        if 0 < self.top_p < 1:
+            logprobs = apply_top_p(logprobs, self.top_p)
+        if self.min_p != 0:
+            least = min(self.min_tokens_to_keep, logprobs.shape[-1])
+            logprobs = apply_min_p(logprobs, self.min_p, least)
+        return logprobs
+
+    def exclude_top(self, row: mx.array) -> mx.array:
+        special = list(self.xtc_special_tokens)
+        return apply_xtc(row, self.xtc_probability, self.xtc_threshold, special)
+
+    def draft_law(self, scores: mx.array) -> mx.array:
+        """The law [n, K] to draw drafts from, given scores [n, K] of the K candidates.
+
+        The user's truncation without the coin of XTC: any law is lossless, one close to the
+        target's is accepted more often.
+        """
+        kept = self.truncate(scores - mx.logsumexp(scores, axis=-1, keepdims=True))
+        if 0 < self.top_k < kept.shape[-1]:
+            kept = apply_top_k(kept, self.top_k)
+        return mx.softmax(kept * (1.0 / self.temp), axis=-1)

@@ -1,0 +1,111 @@
+"""Selection: walk a proposal left to right and pick one candidate a slot."""
+
+import math
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from dspine_mlx.drafters.dflash import Independent, Proposal
+from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.walk import walk
+from dspine_mlx.round.sampler import Sampler
+
+Stops = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
+
+
+class Evidence(NamedTuple):
+    """What a drafter knows of a path's chances: left as it comes from the device, and understood on
+    the host, where a block's few numbers take less time than a launch."""
+
+    tokens: mx.array  # [M]
+    chances: mx.array  # [M] from its confidence, or the laws [M, K] that the slots picked from
+    stops: Stops = frozenset()
+
+    def log_odds(self) -> list[float]:
+        """Log-odds [M] that slot t stands given that slot t - 1 does, uncalibrated: by the
+        confidence, or of a law's top entry; -inf after a token that ends the text."""
+        tokens, odds = self.tokens.tolist(), [log_odds(c) for c in self.chances.tolist()]
+        end = next((t for t, token in enumerate(tokens, 1) if token in self.stops), len(odds))
+        return odds[:end] + [-math.inf] * (len(odds) - end)
+
+
+def log_odds(chance: float | list[float]) -> float:
+    """Of a chance, or of a law's top entry."""
+    if isinstance(chance, list):
+        top, others = max(chance), sum(chance)
+        others -= top
+    else:
+        top, others = chance, 1 - chance
+    if others <= 0:
+        return math.inf
+    return math.log(top / others) if top != 0 else -math.inf
+
+
+class Draft(NamedTuple):
+    """The tokens to verify, in order, and the law each was drawn from."""
+
+    tokens: mx.array  # [M]
+    candidates: mx.array  # [M, K] that it was picked from; [M, 1] where nothing was ranked
+    q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
+    evidence: Evidence | None = None  # of the tokens
+    outlook: Evidence | None = None  # of the greedy path of a sampled draft, known before any draw
+
+    def first(self, length: int) -> "Draft":
+        q = None if self.q is None else self.q[:length]
+        return Draft(self.tokens[:length], self.candidates[:length], q)
+
+
+def select(
+    proposal: Proposal | Independent,
+    sampler: Sampler | None = None,
+    kernels: Kernels = OFF,
+    stops: Stops = frozenset(),
+    weigh: bool = True,
+) -> Draft:
+    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
+
+    stops: tokens after which no slot can stand; weigh: with the evidence. Nothing is evaluated
+    here. With a sampler the draws come from `mx.random`'s global state.
+    """
+    if sampler is None and isinstance(proposal, Independent):
+        tokens, chances = proposal.best(), proposal.confidence
+        draft = Draft(tokens, tokens[:, None], None)
+        if not weigh:
+            return draft
+        chances = proposal.law() if chances is None else chances
+        return draft._replace(evidence=Evidence(tokens, chances, stops))
+    proposal = proposal.ranked()
+    candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
+    noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
+    if sampler is not None:
+        if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
+            rows = mx.concatenate([first[None], transitions.reshape(-1, first.size)])
+            rows = mx.log(sampler.draft_law(rows))
+            first, transitions = rows[0], rows[1:].reshape(transitions.shape)
+        else:
+            temp = sampler.temp
+        noise = mx.random.gumbel(candidates.shape) * temp
+    path, law = walk(first, transitions, noise, 1 / temp, kernels)
+    draft = Draft(tokens_on(proposal, path), candidates, None if sampler is None else law)
+    if not weigh:
+        return draft
+    draft = draft._replace(evidence=evidence(proposal, path, law, stops))
+    if sampler is None:
+        return draft
+    greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
+    return draft._replace(outlook=evidence(proposal, *greedy, stops))
+
+
+def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:
+    """A path's tokens: [M]."""
+    return mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
+
+
+def evidence(proposal: Proposal, path: mx.array, law: mx.array, stops: Stops) -> Evidence:
+    """Of a path [M] of candidate indices, whose slots picked from the laws [M, K]."""
+    tokens = tokens_on(proposal, path)
+    if proposal.confidence is None:
+        return Evidence(tokens, law, stops)
+    before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
+    known = mx.take_along_axis(proposal.confidence, before[:, None], axis=1)[:, 0]
+    return Evidence(tokens, known, stops)

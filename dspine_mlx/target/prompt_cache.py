@@ -1,0 +1,60 @@
+"""Prefix reuse: a prompt is prefilled only from where it is new, also on targets that can't trim.
+
+A recurrent state or a wrapped window can't be taken back to the tokens that two prompts share, so
+copies are kept at places where a later prompt is likely to part from this one: the ends of turns.
+"""
+
+import copy
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from mlx_lm.models.cache import ArraysCache, LRUPromptCache, RotatingKVCache
+
+from dspine_mlx.target.rollback import leaves
+
+
+class PromptCaches(LRUPromptCache):
+    """mlx_lm.server's cache of prompts (`max_size` entries, `max_bytes` in all), plus turn ends.
+
+        caches = PromptCaches(max_bytes=4 << 30)
+        cache, rest = caches.fetch_nearest_cache(key, tokens)
+        cache = cache or make_prompt_cache(model)
+        checkpoints = caches.checkpoints(key, tokens, rest, tokenizer.eos_token_ids)
+        for r in stream_generate(model, tokenizer, rest, drafter, prompt_cache=cache,
+                                 prompt_checkpoints=checkpoints):
+            ...
+        caches.insert_cache(key, tokens + reply, cache)
+
+    key names the model (and drafter) that the caches are of; tokens are lists of ints. A copy of a
+    cache shares its arrays until one of the two is written to.
+    """
+
+    def fetch_nearest_cache(
+        self, model: Any, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]]:
+        """The caches of the longest stored prefix, and the tokens after it: at least one."""
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if rest or not tokens:
+            return cache, rest
+        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+        return cache, [*rest, tokens[-1]]
+
+    def checkpoints(
+        self, model: Any, tokens: list[int], rest: list[int], stops: Collection[int]
+    ) -> dict[int, Callable[[list[Any]], None]]:
+        """For `stream_generate(prompt_checkpoints=...)`: the ends of the first turn (what other
+        conversations share) and of the last one (what survives when a template rewrites the
+        reply, as those of thinking models do), as far as they lie in rest."""
+        ends = [i for i, token in enumerate(tokens[:-1], 1) if token in stops]
+        done = len(tokens) - len(rest)
+        return {
+            end - done: partial(self.keep, model, tokens[:end], kind)
+            for kind, end in zip(("system", "user"), ends[:1] + ends[-1:], strict=False)
+            if end > done
+        }
+
+    def keep(self, model: Any, tokens: list[int], kind: str, cache: list[Any]) -> None:
+        """A copy of the caches under these tokens, if they can't be trimmed from a longer entry."""
+        if any(type(c) in (ArraysCache, RotatingKVCache) for c in leaves(cache)):
+            self.insert_cache(model, tokens, copy.deepcopy(cache), cache_type=kind)

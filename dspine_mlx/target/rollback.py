@@ -1,0 +1,219 @@
+"""Rollback: the target's caches back to the accepted prefix of a verify forward.
+
+Rows of a KV cache are trimmed and rows of a window are sliced off. Recurrent states can't be taken
+apart: they are computed again from what the verify forward recorded: see
+`dspine_mlx.target.recurrent`.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.target.recurrent import Record, Recorder
+
+
+class Trimmed:
+    """A cache whose newest rows can be cut off: KV, quantised KV, chunked KV."""
+
+    def __init__(self, cache: Any):
+        self.cache, self.offset = cache, cache.offset
+
+    def move(self) -> None:
+        """To behind a single row."""
+        self.offset = self.cache.offset
+
+    def keep(self, rows: int) -> None:
+        excess = self.cache.offset - self.offset - rows
+        if excess > 0:
+            self.cache.trim(excess)
+
+
+class Windowed(Trimmed):
+    """A rotating cache, wrapped or not. Its own trim moves counters only.
+
+    After an update of several rows the buffer is in time order and holds up to max_size - 1 rows
+    besides the new ones, so the window of the rows that stay is complete. That update makes new
+    arrays, so the old ones are held for the price of a reference. A single row is written over the
+    oldest one, which no later row sees: there, moving the counters is right, and a reference held
+    would make MLX copy the whole window.
+    """
+
+    def __init__(self, cache: RotatingKVCache):
+        super().__init__(cache)
+        self.before: tuple[Any, ...] | None = None
+
+    def hold(self) -> None:
+        """Before an update of several rows."""
+        cache = self.cache
+        self.before = cache.keys, cache.values, cache.offset, cache._idx
+
+    def keep(self, rows: int) -> None:
+        cache = self.cache
+        fed = cache.offset - self.offset
+        if fed <= rows:
+            return
+        if fed == 1:
+            cache.trim(1)
+        elif rows == 0 and self.before is not None:
+            cache.keys, cache.values, cache.offset, cache._idx = self.before
+        else:
+            excess = fed - rows
+            cache.keys, cache.values = cache.keys[..., :-excess, :], cache.values[..., :-excess, :]
+            cache.offset -= excess
+            cache._idx = cache.keys.shape[2]
+
+
+class Recurrent:
+    """A recurrent state: the old arrays, and what was recorded of the forward that changed them."""
+
+    def __init__(self, cache: ArraysCache):
+        self.cache, self.before = cache, list(cache.cache)
+        self.record = Record(cache)
+
+    def move(self) -> None:
+        self.before = list(self.cache.cache)
+
+    def keep(self, rows: int) -> None:
+        if rows == 0:
+            self.cache.cache = list(self.before)
+        elif rows < self.record.fed:
+            self.cache.cache = self.record.states_after(rows)
+
+
+MARKS: dict[type, type[Trimmed] | type[Recurrent]] = {
+    KVCache: Trimmed,
+    QuantizedKVCache: Trimmed,
+    ChunkedKVCache: Trimmed,
+    RotatingKVCache: Windowed,
+    ArraysCache: Recurrent,
+}
+
+
+class Rollback:
+    """`checkpoint` before a verify forward, the forward inside `verifying`, `accept(rows)` after.
+
+    accept keeps the first `rows` of the rows fed since the checkpoint. It may be called again with
+    fewer rows, as long as no other forward has run. Outside of `verifying`, as in prefill and plain
+    decoding, nothing is recorded, and all rows of a forward or none can be kept.
+
+    A recurrent layer that no record explains (see `Record`) goes back by a second forward of the
+    target over the accepted tokens, which costs a round that is not fully accepted about
+    T(accepted) more.
+    """
+
+    def __init__(self, cache: list[Any], model: nn.Module):
+        self.cache, self.model = cache, model
+        unknown = {type(c).__name__ for c in leaves(cache) if type(c) not in MARKS}
+        if unknown:
+            known = ", ".join(kind.__name__ for kind in MARKS)
+            raise InputError(
+                f"can't roll back {', '.join(sorted(unknown))} to an accepted prefix; drafting "
+                f"needs a target whose caches are {known} or a CacheList of these"
+            )
+        recurrent = any(type(c) is ArraysCache for c in leaves(cache))
+        self.recorder = Recorder(model) if recurrent else None
+        self.checkpoint()
+
+    @property
+    def position(self) -> int:
+        """Tokens in the caches at the last checkpoint, or 0 if none of the caches counts them."""
+        return max((m.offset for m in self.marks if isinstance(m, Trimmed)), default=0)
+
+    @property
+    def recurrent(self) -> list[Recurrent]:
+        return [m for m in self.marks if isinstance(m, Recurrent)]
+
+    def checkpoint(self) -> None:
+        self.marks = [MARKS[type(c)](c) for c in leaves(self.cache)]
+        self.tokens = mx.array([], mx.uint32)  # of the verify forward since then
+
+    def advance(self) -> None:
+        """Plain decoding: the single row fed since the checkpoint belongs to the text, and the
+        checkpoint moves behind it."""
+        for mark in self.marks:
+            mark.move()
+
+    def feeding(self, rows: int) -> None:
+        """Before a forward over so many rows."""
+        if rows > 1:
+            for mark in self.marks:
+                if isinstance(mark, Windowed):
+                    mark.hold()
+
+    @contextmanager
+    def verifying(self, tokens: mx.array) -> Iterator[None]:
+        """Around the target's forward over tokens [n], of which a prefix will be accepted."""
+        self.feeding(tokens.size)
+        with ExitStack() as stack:
+            for cache in leaves(self.cache):
+                if type(cache) is RotatingKVCache and cache.keep:
+                    stack.enter_context(keeping_sinks(cache))
+            # One row is kept or not: nothing to record. (Some layers compile that case, and
+            # a trace must not be recorded.)
+            if self.recorder is not None and tokens.size > 1:
+                records = [m.record for m in self.recurrent]
+                stack.enter_context(self.recorder.recording(records, tokens.size))
+            yield
+        self.tokens = tokens
+
+    def accept(self, rows: int) -> None:
+        partly = 0 < rows < self.tokens.size
+        records = [m.record for m in self.recurrent]
+        if partly and self.recorder is not None and not self.recorder.explains(records):
+            for mark in self.marks:
+                mark.keep(0)
+            self.model(self.tokens[None, :rows], cache=self.cache)
+        else:
+            for mark in self.marks:
+                mark.keep(rows)
+        if partly:  # start now, while the next forward is being built
+            mx.async_eval([m.cache.cache for m in self.recurrent])
+
+
+def leaves(cache: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    """All caches, with the members of a CacheList in place of the list."""
+    for c in cache:
+        if type(c) is CacheList:
+            yield from leaves(c.caches)
+        else:
+            yield c
+
+
+class Sinks(RotatingKVCache):
+    """A rotating cache that keeps its first rows for ever, with the mask that this means.
+
+    Row i of several sees what it would see if fed alone: the `keep` rows and the newest of the
+    others, max_size in all. mlx-lm's mask for several rows hides kept rows from all but the first.
+    """
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        first = min(self.max_size - 1, self.offset)
+        if N == 1 or window_size or first + N <= self.max_size:
+            return super().make_mask(N, window_size, return_array)
+        column = mx.arange(first + N)
+        row = mx.arange(first, first + N)[:, None]
+        near = column > row - (self.max_size - self.keep)
+        return (column <= row) & (near | (column < self.keep))
+
+
+@contextmanager
+def keeping_sinks(cache: RotatingKVCache) -> Iterator[None]:
+    cache.__class__ = Sinks
+    try:
+        yield
+    finally:
+        cache.__class__ = RotatingKVCache

@@ -1,0 +1,310 @@
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx.cli import bench_runs
+from dspine_mlx.cli.bench_runs import add_energy, examined, load_pair, run_all
+from dspine_mlx.cli.bench_tables import comparison_table, label
+from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO
+from dspine_mlx.measure import compare as compare_module
+from dspine_mlx.measure.compare import (
+    Comparison,
+    Measurement,
+    Pair,
+    add_margins,
+    compare,
+    fork,
+    fork_margin,
+    make_way,
+    out_of_memory,
+    summaries,
+    verify_length,
+)
+from dspine_mlx.round.sampler import Sampler
+from tests.support.tiny import plain_steps, random_prompt, scripted
+
+
+@pytest.fixture
+def pair(model: nn.Module, tokenizer: TokenizerWrapper) -> Pair:
+    prompt = random_prompt(6)
+    text = prompt + [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=30)]
+    return Pair(model, tokenizer, scripted(model, text, "right"), Sampler())
+
+
+def test_ways_are_interleaved_and_compared_with_plain(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[int] = []
+    measured = compare_module.measure
+
+    def recorded(run: Any, prompt: list[int], max_tokens: int, seed: int) -> Measurement:
+        order.append(id(run))
+        return measured(run, prompt, max_tokens, seed)
+
+    monkeypatch.setattr(compare_module, "measure", recorded)
+    steps = list(compare(pair, ["fixed:7", "plain"], [random_prompt(6)], max_tokens=20, repeat=3))
+    comparison = steps[-1]
+    assert comparison.ways == ["plain", "fixed:7"]
+    assert order == order[:2] * 3
+    assert order[0] != order[1]
+    summary = comparison.summary("fixed:7")
+    assert summary["identical"] == summary["texts"] == 3
+    assert summary["acceptance_length"] == 20 / 3  # 8 + 8 + 4 tokens
+    assert comparison.summary("plain")["speedup"] == 1
+
+
+def test_a_speedup_is_the_median_over_pairs_of_runs() -> None:
+    def run(speed: float, tokens: list[int]) -> Measurement:
+        return Measurement(0.1, speed, tokens, 2.0, 1.0)
+
+    comparison = Comparison(
+        ["plain", "auto"],
+        {
+            "plain": [[run(10, [1, 2]), run(20, [1, 2])], [run(10, [3])]],
+            "auto": [[run(30, [1, 2]), run(20, [1, 2])], [run(20, [4])]],
+        },
+    )
+    comparison.runs["fixed:3"] = [[run(60, [1, 2]), run(10, [1, 2])], [run(5, [3])]]
+    assert comparison.summary("fixed:3")["auto_speedup"] == 2  # of 0.5, 2 and 4
+    summary = comparison.summary("auto")
+    assert summary["speedup"] == 2
+    assert summary["speedup_range"] == [1, 3]
+    assert (summary["auto_speedup"], comparison.summary("plain")["auto_speedup"]) == (1, 2)
+    assert (summary["identical"], summary["texts"]) == (2, 3)
+    assert list(comparison.forks("auto")) == [(1, 0)]
+    del comparison.runs["auto"]
+    assert comparison.summary("plain")["auto_speedup"] is None
+
+
+def test_forks_and_margins(pair: Pair) -> None:
+    assert fork([1, 2, 3], [1, 2, 4]) == 2
+    assert fork([1, 2], [1, 2, 4]) == 2
+    prompt = random_prompt(6)
+    plain = [token for token, _ in plain_steps(pair.model, pair.tokenizer, prompt, max_tokens=5)]
+    other = (plain[3] + 1) % 2048
+    assert fork_margin(pair, prompt, plain, 3, plain[3]) == 0
+    logits = pair.model(mx.array([prompt + plain[:3]]))[0, -1]
+    margin = (logits[plain[3]] - logits[other]).item()
+    assert margin > 0
+    assert fork_margin(pair, prompt, plain, 3, other) == pytest.approx(margin, rel=1e-4)
+
+
+def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
+    prompt = random_prompt(6)
+    plain = [token for token, _ in plain_steps(pair.model, pair.tokenizer, prompt, max_tokens=4)]
+    other = [*plain[:2], (plain[2] + 1) % 2048, 7]
+
+    def runs(tokens: list[int]) -> list[list[Measurement]]:
+        return [[Measurement(0.1, 10, tokens, 2.0, 1.0, Counter({3: 2, 1: 1}))]]
+
+    comparison = Comparison(
+        ["plain", "auto", "fixed:2"],
+        {"plain": runs(plain), "auto": runs(other), "fixed:2": runs(plain[:3])},
+    )
+    listed = summaries(comparison, greedy=True)
+    assert [[fork["margin"] for fork in row["forks"]] for row in listed] == [[], [None], [None]]
+    add_margins(listed, comparison, pair, [prompt])
+    rows = {row["way"]: row for row in listed}
+    margin = fork_margin(pair, prompt, plain, 2, other[2])
+    assert rows["plain"]["forks"] == []
+    assert rows["auto"]["forks"] == [{"prompt": 1, "token": 3, "margin": margin}]
+    assert rows["fixed:2"]["forks"] == [{"prompt": 1, "token": 4, "margin": None}]
+    assert rows["auto"]["verify_lengths"] == {1: 1, 3: 2}
+    table = comparison_table(list(rows.values()))
+    forks = next(column for column in table.columns if column.header == "fork")
+    assert list(forks.cells) == ["", f"3 ({margin:.2g})", "4"]
+    assert list(table.columns[-1].cells) == ["1.00"] * 3
+    for row, speed in zip(listed, (2.5, 1.0, None), strict=True):
+        row["auto_speedup"] = speed
+    table = comparison_table(listed)
+    assert table.columns[-1].header == "auto"
+    assert list(table.columns[-1].cells) == ["2.50", "1.00", "-"]
+    for row in listed:
+        row["auto_speedup"] = None
+    assert comparison_table(listed).columns[-1].header == "GB"
+    auto = summaries(comparison, greedy=False)[1]
+    assert (auto["identical"], auto["forks"]) == (None, [])
+
+
+def test_ctrl_c_after_the_measurement_keeps_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_runs, "splits", interrupted)
+    one = [[Measurement(0.1, 10, [1, 2], 2.0, 1.0)]]
+    comparison = Comparison(["plain", "auto"], {"plain": one, "auto": one})
+    result = examined(comparison, pair, [random_prompt(6)], 8)
+    assert [row["way"] for row in result["ways"]] == ["plain", "auto"]
+    assert "Interrupted" in capsys.readouterr().err
+    assert examined(comparison, pair, [random_prompt(6)], 0) == result
+
+
+@pytest.mark.parametrize(("tokens", "rounds"), [(15, 5), (16, 6)])
+def test_mlx_lms_own_speculative_decoding_is_a_way(pair: Pair, tokens: int, rounds: int) -> None:
+    """Its draft model is the target itself here, so every draft stands: 2 + 1 tokens a round."""
+    own = replace(pair, model=mlx_lm.load(str(DEMO / "target"))[0], drafter=None)
+    way = f"mlx-lm-draft:{DEMO / 'target'}"
+    *_, comparison = compare(own, [way], [random_prompt(6)], max_tokens=tokens, repeat=1)
+    row = comparison.summary(way)
+    assert row["acceptance_length"] == tokens / rounds
+    assert (row["identical"], row["texts"]) == (1, 1)
+    assert label(way) == "mlx-lm-draft:target"
+    with pytest.raises(InputError, match="there is no folder ./nowhere"):
+        make_way("mlx-lm-draft:./nowhere", own)
+
+
+def test_mlx_lm_needs_a_draft_model_with_the_targets_vocabulary(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small:
+        vocab_size = 7
+
+    monkeypatch.setattr(mlx_lm, "load", lambda path: (pair.model, Small()))
+    with pytest.raises(InputError, match="has a vocabulary of 7 tokens, the target's has 2048"):
+        make_way(f"mlx-lm-draft:{DEMO / 'target'}", pair)
+
+
+OUT_OF_MEMORY = [
+    MemoryError(),
+    RuntimeError("[malloc] Unable to allocate 8589934592 bytes."),
+    RuntimeError("[metal::malloc] Attempting to allocate 9 bytes which is greater than the ..."),
+    RuntimeError("[metal::malloc] Resource limit (499000) exceeded."),
+    RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (00000008:...)"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+def test_mlx_has_several_words_for_a_lack_of_memory(error: Exception) -> None:
+    assert out_of_memory(error)
+
+
+def test_a_way_that_runs_out_of_memory_is_dropped_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, error = compare_module.make_way, OUT_OF_MEMORY[1]
+
+    def limited(way: str, pair: Pair) -> Any:
+        run = made(way, pair)
+
+        def running(prompt: list[int], n: int) -> Iterator[Any]:
+            yield from run(prompt, n)
+            if way == "fixed:3" and n > 8:  # not in the warm-up
+                raise error
+
+        return running
+
+    monkeypatch.setattr(compare_module, "make_way", limited)
+    prompts = [random_prompt(6)] * 2
+    *_, comparison = compare(pair, ["fixed:3", "fixed:7"], prompts, max_tokens=12, repeat=2)
+    assert comparison.ways == ["plain", "fixed:7"]
+    assert comparison.dropped == {"fixed:3": f"out of memory: {error}"}
+    assert comparison.summary("fixed:7")["identical"] == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[conv] a bug"), KeyError("a bug")], ids=repr)
+def test_other_errors_are_not_taken_for_a_lack_of_memory(error: Exception) -> None:
+    comparison = Comparison(["plain", "auto"], {"plain": [], "auto": []})
+    with pytest.raises(type(error), match="a bug"), comparison.surviving("auto"):
+        raise error
+    with pytest.raises(MemoryError), comparison.surviving("plain"):
+        raise MemoryError
+    assert (comparison.ways, comparison.dropped) == (["plain", "auto"], {})
+
+
+def test_a_target_that_cant_be_drafted_for_is_measured_plainly(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caches can't go back: known only once it is tried."""
+
+    def refused(*args: Any, **options: Any) -> Iterator[Any]:
+        raise InputError("can't roll back OddCache to an accepted prefix")
+        yield
+
+    monkeypatch.setattr(compare_module, "stream_generate", refused)
+    *_, comparison = compare(pair, ["auto"], [random_prompt(6)], max_tokens=5, repeat=1)
+    assert comparison.ways == ["plain"]
+    assert comparison.dropped == {"auto": "can't roll back OddCache to an accepted prefix"}
+
+
+def test_a_drafter_that_does_not_fit_leaves_mlx_lms_ways(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "drafter"
+    shutil.copytree(DEMO / "drafter", wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"num_target_layers": 7}))
+    ways = ["plain", "auto", "fixed:3", "mlx-lm-draft:x"]
+    pair, kept = load_pair(str(DEMO / "target"), str(wrong), 0.0, ways)
+    assert (pair.drafter, kept) == (None, ["plain", "mlx-lm-draft:x"])
+    said = capsys.readouterr().err
+    assert said.startswith("Nothing is drafted, only mlx-lm's own decoding is measured:")
+    assert "it was made for 7 target layers, the target has 6" in said
+    pair, kept = load_pair(str(DEMO / "target"), None, 0.0, ways)
+    assert (pair.drafter, kept) == (None, ["plain", "mlx-lm-draft:x"])
+    with pytest.raises(InputError, match="there is no folder ./nowhere"):
+        load_pair(str(DEMO / "target"), "./nowhere", 0.0, ways)
+
+
+@pytest.mark.parametrize("way", ["fast", "fixed:", "fixed:x", "auto:3x", "mlx-lm-draft:"])
+def test_unknown_ways_are_refused(pair: Pair, way: str) -> None:
+    with pytest.raises(InputError, match="ways are plain, auto, fixed:N"):
+        make_way(way, pair)
+
+
+def test_offers_of_ways(pair: Pair) -> None:
+    assert [verify_length(way) for way in ("plain", "mlx-lm-draft:m", "auto", "fixed:12")] == [
+        None,
+        None,
+        "auto",
+        12,
+    ]
+    with pytest.raises(InputError, match="auto needs a drafter"):
+        make_way("auto", replace(pair, drafter=None))
+
+
+def test_ctrl_c_keeps_what_was_measured() -> None:
+    first = Comparison(["plain"])
+
+    def steps() -> Iterator[Comparison]:
+        yield first
+        raise KeyboardInterrupt
+
+    assert run_all(steps(), "depth 0", 3) == (first, False)
+    assert run_all(iter([first]), "depth 0", 1) == (first, True)
+
+
+def test_energy_is_measured_for_root_on_a_mac_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, counted = [random_prompt(6)], []
+
+    def joules(run: Any, prompts: list[list[int]]) -> float:
+        counted.append(run(prompts[0]))
+        return 0.25
+
+    monkeypatch.setattr(bench_runs.energy, "joules_a_token", joules)
+    for mac, root, lines in ((False, True, 0), (True, False, 1), (True, True, 0)):
+        monkeypatch.setattr(bench_runs.energy, "on_mac", lambda mac=mac: mac)
+        monkeypatch.setattr(bench_runs.energy, "is_root", lambda root=root: root)
+        rows: list[dict[str, Any]] = [{"way": "plain"}, {"way": "fixed:7"}]
+        add_energy(rows, pair, prompts, 5)
+        assert len(capsys.readouterr().err.splitlines()) == lines
+        wanted = 0.25 if mac and root else math.nan
+        assert [row.get("joules_per_token", math.nan) for row in rows] == pytest.approx(
+            [wanted] * 2, nan_ok=True
+        )
+    assert counted == [5, 5]

@@ -1,0 +1,105 @@
+"""Requests at once: the arithmetic without a server, the requests with one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dspine_mlx.cli import app
+from dspine_mlx.errors import InputError
+from dspine_mlx.measure import server_load
+from dspine_mlx.measure.server_load import (
+    Asked,
+    Contest,
+    Crowd,
+    Reply,
+    ServerFailed,
+    ask,
+    check_way,
+    contest,
+    serving,
+)
+from tests.support.serving import Server
+
+ASKED = Asked(port=0, max_tokens=9, temperature=0.0)
+
+
+def crowd(seconds: float, *first: float, path: str = "batched") -> Crowd:
+    return Crowd(seconds, [Reply(f, 30, path) for f in first])
+
+
+def test_speeds_are_of_all_requests_together() -> None:
+    runs = {
+        "plain": [crowd(2, 0.1, 0.2), crowd(3, 0.1, 0.4)],
+        "auto": [crowd(4, 0.1, 2.0, path="speculative"), crowd(1, 0.3, 1.0, path="speculative")],
+    }
+    row = Contest(["plain", "auto"], runs).summary("auto")
+    assert row["tokens_per_second"] == (60 / 4 + 60 / 1) / 2
+    assert row["speedup_range"] == [2 / 4, 3 / 1]
+    assert row["speedup"] == (2 / 4 + 3 / 1) / 2
+    assert row["first_text_seconds"] == pytest.approx(0.65)
+    assert row["last_first_text_seconds"] == 1.5
+    assert row["paths"] == {"speculative": 4}
+
+
+def test_ways_take_turns_and_prompts_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, list[str]]] = []
+
+    def recorded(asked: Asked, way: str, prompts: list[Any]) -> Crowd:
+        sent.append((way, [prompt[0]["content"] for prompt in prompts]))
+        if way == "fixed:3" and len(sent) > 5:
+            raise ServerFailed("the server answered 500: [malloc] Unable to allocate")
+        return crowd(1, 0.1)
+
+    monkeypatch.setattr(server_load, "crowd", recorded)
+    prompts = [[{"role": "user", "content": text}] for text in "ab"]
+    steps = list(contest(ASKED, ["auto", "plain", "fixed:3"], prompts, requests=3, repeat=2))
+    assert [way for way, _ in sent] == ["plain", "auto", "fixed:3"] * 2 + ["plain", "auto"]
+    assert {tuple(texts) for _, texts in sent} == {("a", "b", "a")}
+    assert steps[-1].ways == ["plain", "auto"]
+    assert list(steps[-1].dropped) == ["fixed:3"]
+    assert len(steps[-1].runs["auto"]) == 2
+
+
+def test_requests_are_decoded_as_asked(server: Server) -> None:
+    """The server's pair replies in tokens that the drafter knows; verify length 0 is plain."""
+    asked = Asked(server.port, 12, 0.0)
+    messages = [{"role": "user", "content": "Hello"}]
+    plain, drafted = ask(asked, "plain", messages), ask(asked, "fixed:3", messages)
+    assert (plain.path, drafted.path) == ("batched", "speculative")
+    assert plain.tokens == drafted.tokens > 0
+    assert min(plain.first_text, drafted.first_text) > 0
+    with pytest.raises(ServerFailed, match="the server answered 400: .*max_tokens"):
+        ask(Asked(server.port, -3, 0.0), "plain", messages)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerFailed, match="did not start: .*there is no folder"),
+        serving(str(tmp_path / "nowhere"), None, 2),
+    ):
+        pass
+
+
+def test_the_server_knows_no_mlx_lm_draft_models() -> None:
+    check_way("plain")
+    check_way("fixed:3")
+    with pytest.raises(InputError, match="the server has no mlx-lm-draft:m; with --concurrency"):
+        check_way("mlx-lm-draft:m")
+
+
+def test_the_command_measures_the_shipped_pair(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.txt", tmp_path / "out.json"
+    prompts.write_text("Ali has 52 bottle caps.\n")
+    command = ["bench", "--suite", str(prompts), "--concurrency", "2", "--repeat", "1", "-m", "6"]
+    result = CliRunner().invoke(app, [*command, "--compare", "fixed:3", "--json", str(out)])
+    assert result.exception is None
+    (crowds,) = json.loads(out.read_text())["results"]
+    assert crowds["requests"] == 2
+    assert {row["way"]: row["paths"] for row in crowds["ways"]} == {
+        "plain": {"batched": 2},
+        "fixed:3": {"speculative": 2},
+    }
+    assert "2 requests at once through dspine-mlx serve" in result.stdout

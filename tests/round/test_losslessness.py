@@ -1,0 +1,261 @@
+"""The real policy and the real acceptance, by exact enumeration in float64.
+
+All drafts, all outcomes of the tests and all following tokens of one round are summed, each with
+its probability; the law of the text must be the target's. Toy targets know the whole prefix.
+"""
+
+from collections.abc import Callable
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspine_mlx.drafters.dflash import Proposal
+from dspine_mlx.round.accept import (
+    acceptance,
+    accepted,
+    block_chances,
+    longest_kept,
+    match,
+    residual,
+)
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.select import Draft, evidence
+from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.verify_length.calibration import uncalibrated
+from dspine_mlx.verify_length.costs import Costs, Curve
+from dspine_mlx.verify_length.schedule import Auto, verify_length
+
+Path = tuple[int, ...]
+Law = np.ndarray
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def float64(x: np.ndarray) -> mx.array:
+    return mx.array(x, mx.float64)
+
+
+class Toy:
+    """A target over V tokens that looks at the whole prefix, and a drafter of M slots with K
+    candidates that looks one token back, with a confidence of its own."""
+
+    def __init__(self, V: int, K: int, M: int, seed: int):
+        self.V, self.K, self.M, rng = V, K, M, np.random.default_rng(seed)
+        prefixes = [p for n in range(M + 1) for p in product(range(V), repeat=n)]
+        self.p = {prefix: softmax(1.5 * rng.standard_normal(V)) for prefix in prefixes}
+        self.candidates = np.stack([rng.permutation(V)[:K] for _ in range(M)])
+        self.q = softmax(1.5 * rng.standard_normal((M, K, K)))  # [slot, predecessor, candidate]
+        self.q[0] = self.q[0, 0]
+        self.confidence = rng.uniform(0.05, 0.95, (M, K))
+
+    def draft(self, picks: Path) -> tuple[Draft, float]:
+        """The draft with these candidates, and its probability."""
+        before = [0, *picks[:-1]]
+        rows = np.stack([self.q[t, i] for t, i in enumerate(before)])
+        tokens = self.candidates[np.arange(self.M), list(picks)]
+        confidence = mx.array(self.confidence.astype(np.float32))
+        proposal = Proposal(mx.array(self.candidates), rows[0], rows, confidence)
+        known = evidence(proposal, mx.array(picks), mx.array(rows), frozenset())
+        greedy = [int(self.q[0, 0].argmax())]
+        for law in self.q[1:]:
+            greedy.append(int(law[greedy[-1]].argmax()))
+        outlook = evidence(proposal, mx.array(greedy), mx.array(rows), frozenset())
+        draft = Draft(mx.array(tokens), mx.array(self.candidates), float64(rows), known, outlook)
+        return draft, float(np.prod(rows[np.arange(self.M), list(picks)]))
+
+    def rows(self, tokens: list[int]) -> mx.array:
+        """The target's laws after each prefix of the tokens."""
+        return float64(np.stack([self.p[tuple(tokens[:i])] for i in range(len(tokens) + 1)]))
+
+    def wanted(self) -> Law:
+        law = np.zeros((self.V,) * (self.M + 1))
+        self.go_on(law, (), 1.0)
+        return law
+
+    def go_on(self, law: Law, text: Path, chance: float) -> None:
+        """The rest of the text is the target's own."""
+        if len(text) == self.M + 1:
+            law[text] += chance
+            return
+        for x in range(self.V):
+            self.go_on(law, (*text, x), chance * self.p[text][x])
+
+
+def outcomes(chances: mx.array) -> list[tuple[float, mx.array]]:
+    """Every outcome of independent tests u < chance: its probability, and uniforms that give it."""
+    kept = np.array(chances)
+    cases = []
+    for passed in product([True, False], repeat=len(kept)):
+        weight = np.prod(np.where(passed, kept, 1 - kept))
+        if weight > 0:
+            cases.append((float(weight), float64(np.where(passed, kept / 2, (1 + kept) / 2))))
+    return cases
+
+
+def law_of_round(toy: Toy, choose: Callable[[Draft], int], *, block: bool, tested: bool) -> Law:
+    """The law of M + 1 tokens, the first ones from a round whose length is chosen after drawing."""
+    law = np.zeros((toy.V,) * (toy.M + 1))
+    for picks in product(range(toy.K), repeat=toy.M):
+        full, drawn = toy.draft(picks)
+        length = choose(full)
+        draft = full.first(length + 1 if tested else length)
+        tokens = draft.tokens.tolist()
+        p = toy.rows(tokens[:length])
+        if not tokens:
+            toy.go_on(law, (), drawn)
+            continue
+        reach, keep = block_chances(draft, p) if block else (None, acceptance(draft, p))
+        for chance, uniform in outcomes(keep):
+            n = longest_kept(keep, uniform) if block else accepted(keep, uniform)
+            if n.item() == len(p):  # the last row tested the last token, and it stands
+                toy.go_on(law, tuple(tokens), drawn * chance)
+                continue
+            left = np.array(residual(draft, p, n, 1.0 if reach is None else reach[n]))
+            for x, share in enumerate(left / left.sum()):
+                text = (*tokens[: n.item()], x)
+                toy.go_on(law, text, drawn * chance * float(share))
+    return law
+
+
+def distance(a: Law, b: Law) -> float:
+    return float(np.abs(a - b).sum() / 2)
+
+
+def policy(toy: Toy, seed: int, sampled: bool = True) -> Auto:
+    """The real policy, over a random cost curve with cliffs, in the middle of a text."""
+    rng = np.random.default_rng(seed)
+    rows = tuple(1 + np.cumsum(rng.exponential(0.6, toy.M + 1) * rng.integers(0, 2, toy.M + 1)))
+    auto = Auto(Costs(Curve((1, 2), (1, 1), (0.2, 0.2), (rows, rows))), uncalibrated(toy.M))
+    auto.begin(Statistics(), Sampler(temp=1.0 if sampled else 0.0), 1)
+    auto.count(rng.uniform(0.5, 3), rng.uniform(0.5, 3), fading=0)
+    return auto
+
+
+def lengths(toy: Toy, choose: Callable[[Draft], int]) -> set[int]:
+    return {choose(toy.draft(p)[0]) for p in product(range(toy.K), repeat=toy.M)}
+
+
+def chosen(auto: Auto, M: int) -> Callable[[Draft], int]:
+    return lambda draft: auto.length(draft, M, 1, 0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_cpu() -> None:
+    mx.set_default_device(mx.cpu)  # float64 exists there only
+
+
+@pytest.mark.parametrize("block", [True, False])
+@settings(deadline=None, max_examples=15)
+@given(V=st.integers(2, 3), M=st.integers(2, 3), seed=st.integers(0, 9999), data=st.data())
+def test_the_policy_keeps_the_law_of_sampled_text(
+    block: bool, V: int, M: int, seed: int, data: st.DataObject
+) -> None:
+    toy = Toy(V, data.draw(st.integers(2, V)), M, seed)
+    choose = chosen(policy(toy, seed + 1), M)
+    assert distance(law_of_round(toy, choose, block=block, tested=True), toy.wanted()) < 1e-12
+
+
+def test_the_policy_varies_its_length_with_the_draft() -> None:
+    """What the law's test is worth: among its toys some drafts are cut shorter than others."""
+    varied = [
+        len(lengths(toy := Toy(3, 3, 3, s), chosen(policy(toy, s + 1), 3))) for s in range(40)
+    ]
+    assert sum(n > 1 for n in varied) >= 10
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_retrospective_rule_is_caught(block: bool) -> None:
+    """The best length in the light of all drawn confidences looks at tokens that it drops."""
+    toy = Toy(3, 3, 3, 1)
+    auto = policy(toy, 1)
+
+    def choose(draft: Draft) -> int:
+        chances = auto.belief.chances(auto.log_odds(draft)[0])
+        return verify_length(chances, [1.0, 1.7, 1.7, 1.7], [1.0] * 3)
+
+    assert lengths(toy, choose) == {0, 3}
+    law = law_of_round(toy, choose, block=block, tested=True)
+    assert distance(law, toy.wanted()) > 1e-3
+
+
+def test_dropping_a_token_for_its_own_draw_needs_the_tested_ending() -> None:
+    toy = Toy(3, 3, 2, 5)
+
+    def choose(draft: Draft) -> int:
+        return 2 if draft.tokens[0].item() == toy.candidates[0, 0] else 0
+
+    for block in (True, False):
+        tested = law_of_round(toy, choose, block=block, tested=True)
+        fresh = law_of_round(toy, choose, block=block, tested=False)
+        assert distance(tested, toy.wanted()) < 1e-12
+        assert distance(fresh, toy.wanted()) > 1e-2
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 9999), length=st.integers(0, 3), tested=st.booleans())
+def test_blocks_keep_at_least_as_many_tokens(seed: int, length: int, tested: bool) -> None:
+    toy = Toy(3, 2, 3, seed)
+    kept = {True: 0.0, False: 0.0}
+    for block in kept:
+        law = law_of_round(toy, lambda _: length, block=block, tested=tested)
+        assert distance(law, toy.wanted()) < 1e-12
+    for picks in product(range(toy.K), repeat=toy.M):
+        full, drawn = toy.draft(picks)
+        draft = full.first(length + tested)
+        if not draft.tokens.size:
+            continue
+        p = toy.rows(draft.tokens.tolist()[:length])
+        for block in kept:
+            keep = block_chances(draft, p)[1] if block else acceptance(draft, p)
+            count = longest_kept if block else accepted
+            kept[block] += drawn * sum(c * count(keep, u).item() for c, u in outcomes(keep))
+    assert kept[True] >= kept[False] - 1e-12
+
+
+def test_blocks_keep_more_tokens_in_the_published_toy() -> None:
+    """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3) at every step, two drafted: 10/9 tokens stand
+    token by token and 11/9 as a block (Sun et al., section 1)."""
+    toy = Toy(2, 2, 2, 0)
+    toy.p = {prefix: np.array([1 / 3, 2 / 3]) for prefix in toy.p}
+    toy.candidates = np.array([[0, 1], [0, 1]])
+    toy.q = np.broadcast_to(np.array([2 / 3, 1 / 3]), (2, 2, 2))
+    stood = {True: 0.0, False: 0.0}
+    for picks in product(range(2), repeat=2):
+        draft, drawn = toy.draft(picks)
+        p = toy.rows(draft.tokens.tolist())
+        for block in stood:
+            keep = block_chances(draft, p)[1] if block else acceptance(draft, p)
+            count = longest_kept if block else accepted
+            stood[block] += drawn * sum(c * count(keep, u).item() for c, u in outcomes(keep))
+    assert stood[False] == pytest.approx(10 / 9)
+    assert stood[True] == pytest.approx(11 / 9)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 9999))
+def test_one_hot_drafts_allow_any_length(seed: int) -> None:
+    """Whatever the length, the text is what the sampler picks row by row; the policy may look at
+    everything."""
+    toy = Toy(3, 3, 3, seed)
+    auto = policy(toy, seed, sampled=False)
+    draft = toy.draft((0, 1, 0))[0]._replace(q=None)
+    length = auto.length(draft, 3, 1, 0.0)
+    tokens = draft.tokens.tolist()[:length]
+    law = np.zeros((3,) * 4)
+    for picks in product(range(3), repeat=length + 1):
+        chance = np.prod([toy.p[tuple(tokens[:i])][x] for i, x in enumerate(picks)])
+        left = list(picks)
+        n, following = match(
+            draft.first(length).tokens,
+            mx.zeros((length + 1, 3)),
+            lambda _: mx.array([left.pop(0)]),  # noqa: B023
+        )
+        toy.go_on(law, (*tokens[:n], following), float(chance))
+    assert distance(law, toy.wanted()) < 1e-12

@@ -1,0 +1,102 @@
+"""The rules for the verify length, against brute force."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspine_mlx.verify_length.rules import DAMPING, admitted, verify_length, worth
+
+chance = st.floats(0.01, 0.99)
+chances = st.lists(chance, min_size=6, max_size=6)
+worths = st.lists(st.floats(0.1, 4.0), min_size=6, max_size=6)
+rows = st.lists(st.floats(0.0, 2.0), min_size=7, max_size=7).map(
+    lambda x: (1 + np.cumsum(x)).tolist()
+)
+
+
+@given(st.lists(chance, max_size=6), rows, worths)
+def test_verify_length_is_the_best_of_all(
+    c: list[float], seconds: list[float], w: list[float]
+) -> None:
+    def value(length: int) -> float:
+        saved = sum(np.prod(c[:j]) * w[j - 1] for j in range(1, length + 1))
+        return float(saved - seconds[length])
+
+    best = verify_length(c, seconds, w[: len(c)])
+    assert value(best) == pytest.approx(max(value(n) for n in range(len(c) + 1)))
+
+
+def test_a_step_in_the_costs_is_looked_across() -> None:
+    """No second token pays for the step to three rows alone, all that follow do."""
+    seconds = [1.0, 1.0, 1.9, 1.9, 1.9, 1.9]
+    assert verify_length([0.8] * 5, seconds, [1.0] * 5) == 5
+    assert verify_length([0.8] * 2, seconds, [1.0] * 2) == 1
+    assert admitted([0.8] * 5, [0.8] * 5, seconds, [1.0] * 5) == 5
+
+
+@given(st.lists(chance, min_size=1, max_size=6), rows, worths)
+def test_admitted_is_the_best_length_where_the_future_is_as_usual(
+    c: list[float], seconds: list[float], w: list[float]
+) -> None:
+    w = w[: len(c)]
+    gains = np.concatenate([[0.0], np.cumsum(np.cumprod(c) * w)]) - seconds[: len(c) + 1]
+    assert gains[admitted(c, c, seconds, w)] == pytest.approx(gains.max())
+
+
+@given(chances, chances, chances, rows, worths, st.integers(1, 6))
+def test_admitted_does_not_look_ahead_of_the_row(
+    chances: list[float],
+    others: list[float],
+    means: list[float],
+    seconds: list[float],
+    w: list[float],
+    k: int,
+) -> None:
+    """Whether row k is fed depends on the chances of slots 1 .. k + 1, known from x_1 .. x_k."""
+    changed = chances[: k + 1] + others[k + 1 :]
+    fed = [admitted(c, means, seconds, w) >= k for c in (chances, changed)]
+    assert fed[0] == fed[1]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(0, 9999), st.floats(0.0, 1.0), st.floats(0.1, 3.0))
+def test_worth_is_the_time_that_the_best_rounds_save_damped(
+    M: int, seed: int, draft: float, rate: float
+) -> None:
+    """Against the expected time of the best rounds, by recursion over how many tokens stand, where
+    every token's time is drawn towards the average."""
+    rng = np.random.default_rng(seed)
+    c = rng.uniform(0.05, 0.99, (M, M))
+    seconds = (1 + np.cumsum(rng.exponential(0.3, M + 1))).tolist()
+
+    @cache
+    def time(j: int) -> float:
+        """To token M from token j on; beyond it, less."""
+        if j >= M:
+            return (M - j) / rate
+        best = np.inf
+        for length in range(M - j + 1):
+            stands = np.append(1.0, np.cumprod(c[j, :length]))
+            ends = np.append(-np.diff(stands), stands[-1])
+            after = sum(p * time(j + n + 1) for n, p in enumerate(ends))
+            best = min(best, draft + seconds[length] + after)
+        return float(DAMPING * best + (1 - DAMPING) * (time(j + 1) + 1 / rate))
+
+    saved = [time(j) - time(j + 1) for j in range(1, M + 1)]
+    survival = [np.cumprod(c[j, : M - j]).tolist() for j in range(1, M)]
+    np.testing.assert_allclose(worth(survival, seconds, draft, np.inf, rate), saved, atol=1e-9)
+    if M > 1:
+        capped = worth(survival, seconds, draft, 0.5, rate)
+        assert max(capped[:-1]) <= DAMPING * 0.5 + (1 - DAMPING) / rate + 1e-9
+
+
+def test_tokens_of_an_easy_text_are_worth_less() -> None:
+    """A next round would bring them at once; where none stands each takes a round of its own: 1 in
+    place of 0.5 on average."""
+    seconds = [1.0] * 5
+    easy, hard = ([[stands] * (4 - j) for j in range(1, 4)] for stands in (1.0, 1e-9))
+    assert worth(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.4
+    assert worth(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(0.5 + DAMPING * 0.5)

@@ -6,11 +6,9 @@ and w_j the seconds that token j saves when it stands, a round should offer
     argmax_l  a_1 w_1 + ... + a_l w_l - T(1 + l).
 
 `verify_length` is for greedy targets and one-hot drafts, where any rule is lossless;
-`sampled_verify_length` for sampled drafts, where row k may depend on the tokens up to the one it feeds, because the token after
-the last row is tested too. `worth` finds w by backward induction.
-
-Plain floats throughout: between two forwards the processor's caches are cold, and a call into NumPy
-costs more than the arithmetic of a block.
+`sampled_verify_length` for sampled drafts, where row k may depend on the tokens up to the one it
+feeds, because the token after the last row is tested too. `token_values` finds w by backward
+induction.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx_lm
 
 import dspine_mlx
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.server.generator import ResponseGenerator
 
 
@@ -22,7 +22,7 @@ def health(generator: ResponseGenerator) -> dict[str, Any]:
         "loaded": provider.model is not None,
         "model": provider.model_key[0] if provider.model_key else None,
         "draft_model": draft,
-        "drafter": type(drafter).__name__ if drafter is not None else None,
+        "drafter": type(drafter.network).__name__ if drafter is not None else None,
         "verify_length": generator.options.verify_length,
         "kernels": kernels(generator.options.kernels, drafter),
         "requests": len(generator.calls),
@@ -34,7 +34,7 @@ def health(generator: ResponseGenerator) -> dict[str, Any]:
     }
 
 
-def kernels(mode: str, drafter: DFlash | None) -> dict[str, Any]:
+def kernels(mode: str, drafter: Drafter | None) -> dict[str, Any]:
     """Whether Metal kernels are on, why or why not, and what their checks said."""
     checks = drafter.kernels.report()["checks"] if drafter is not None else []
     if mode == "off":

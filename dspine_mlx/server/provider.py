@@ -14,7 +14,7 @@ from mlx_lm import server as host
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
 from dspine_mlx.server.failure import UnknownModel
@@ -39,7 +39,7 @@ class Provider(host.ModelProvider):
         self.options = options
         self.model_key: Any  # (model, adapter, drafter)
         self.model: Any
-        self.drafters: dict[str, DFlash] = {}  # of the loaded target, the last one used
+        self.drafters: dict[str, Drafter] = {}  # of the loaded target, the last one used
         self.context_length: int | None = None
         self.vocab_size: int | None = None
         self.target_caches = 0  # cache objects the target needs
@@ -151,7 +151,7 @@ class Provider(host.ModelProvider):
         gc.collect()
         mx.clear_cache()  # the old weights are MLX's to give back
 
-    def drafter(self, path: str) -> DFlash:
+    def drafter(self, path: str) -> Drafter:
         if path not in self.drafters:
             with self.busy():
                 try:

@@ -19,7 +19,6 @@ from mlx_lm.models.cache import (
 
 from dspine_mlx.target.rollback import leaves
 
-
 # Caches that can't be taken back to any prefix.
 PARTLY_TRIMMED = (ArraysCache, ChunkedKVCache, RotatingKVCache)
 

@@ -54,8 +54,10 @@ def checked(body: dict[str, Any], path: str) -> dict[str, Any]:
             raise wrong_field(name, body[name], wanted)
     if path.endswith("/chat/completions"):
         check_messages(body.get("messages"))
-    elif not is_text(body.get("prompt")):
-        raise wrong_field("prompt", body.get("prompt"), "a non-empty string")
+    else:
+        body.pop("messages", None)
+        if not is_text(body.get("prompt")):
+            raise wrong_field("prompt", body.get("prompt"), "a non-empty string")
     if body.get("temperature", 1) < COLDEST:
         body["temperature"] = 0
     for name in ("xtc_probability", "xtc_threshold"):  # mlx_lm takes no whole numbers here

@@ -232,10 +232,10 @@ class Handler(host.APIHandler):
 
     def handle_models_request(self) -> None:
         """The Hub's models that are here, as far as requests may name them."""
-        provider = self.response_generator.model_provider
-        if provider.allowed is None:
+        allowed = self.response_generator.model_provider.allowed("model")
+        if allowed is None:
             return super().handle_models_request()
-        names = sorted(provider.allowed - {DEFAULT})
+        names = sorted(allowed - {DEFAULT})
         models = [{"id": name, "object": "model", "created": self.created} for name in names]
         content = json.dumps({"object": "list", "data": models}).encode()
         return self.reply(200, content, "application/json")

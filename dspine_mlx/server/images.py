@@ -96,8 +96,10 @@ def check_pixels(data: bytes) -> None:
 def fetch(url: str, private: bool, room: int) -> tuple[str, bytes]:
     """Media type and bytes of an http(s) URL."""
     deadline = time.monotonic() + SECONDS
+    target: str | None = ""
     for _ in range(REDIRECTS + 1):
         try:
+            url = urljoin(url, target)
             kind, data, target = fetch_once(urlsplit(url), private, room, deadline)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, FieldError):
@@ -105,7 +107,6 @@ def fetch(url: str, private: bool, room: int) -> tuple[str, bytes]:
             raise refused(f"an image can't be fetched: {type(error).__name__}") from error
         if target is None:
             return kind, data
-        url = urljoin(url, target)
     raise refused(f"an image's URL redirects more than {REDIRECTS} times")
 
 
@@ -147,12 +148,12 @@ def end(sock: socket.socket) -> None:
 
 
 def read(response: http.client.HTTPResponse, room: int, deadline: float) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) <= room:
         chunk = response.read1(1 << 16)
         left(deadline)  # the alarm's end looks like the data's
         if not chunk:
-            return data
+            return bytes(data)
         data += chunk
     raise too_large()
 

@@ -56,23 +56,25 @@ class Provider(host.ModelProvider):
 
     # ---- in the HTTP threads
 
-    @property
-    def allowed(self) -> set[str] | None:
-        """Names that requests may load models, drafters and adapters by; None: any."""
+    def allowed(self, param: str) -> set[str] | None:
+        """Names that a field of a request may have (model, draft_model or adapters); None: any."""
         named = self.options.allow_models
         if named is None:
             named = () if reachable(self.cli_args.host) else (ANY,)
         if ANY in named:
             return None
-        args = self.cli_args
-        own = {DEFAULT, *self._model_map, args.model, args.draft_model, args.adapter_path}
-        return {str(name) for name in (*own, *named) if name is not None}
+        own = {
+            "model": (*self._model_map, self.cli_args.model),
+            "draft_model": (DEFAULT, self.cli_args.draft_model),
+            "adapters": (self.cli_args.adapter_path,),
+        }
+        return {name for name in (*own[param], *named) if name is not None}
 
     def check_names(self, wanted: host.ModelDescription) -> None:
         """`UnknownModel` for a name that requests may not use."""
         names = {"model": wanted.model, "draft_model": wanted.draft, "adapters": wanted.adapter}
-        allowed = self.allowed
         for param, name in names.items():
+            allowed = self.allowed(param)
             if name is not None and allowed is not None and name not in allowed:
                 raise UnknownModel(
                     f"{param} is {name}, which this server does not load for requests; "

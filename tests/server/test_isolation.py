@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -59,7 +60,9 @@ def test_an_exception_in_a_batch_ends_its_own_request_only(
     replies = in_turn(faulty, bodies)
     assert replies[2].status == 500
     assert "the sixth token" in replies[2].body["error"]["message"]
-    for reply, expected in zip((replies[0], replies[1], replies[3]), (*alone, alone[0]), strict=True):
+    for reply, expected in zip(
+        (replies[0], replies[1], replies[3]), (*alone, alone[0]), strict=True
+    ):
         assert text_of(reply) == text_of(expected)
     for i in (0, 3):
         got, want = replies[i].body, alone[0].body
@@ -84,9 +87,7 @@ def test_a_thread_that_hangs_is_seen_and_does_not_keep_the_process(
 ) -> None:
     hang = tmp_path / "hangs"
     hang.touch()
-    asking = Thread(
-        target=lambda: faulty.request(COMPLETIONS, BATCHED | {"max_tokens": 5} | HANGS)
-    )
+    asking = Thread(target=lambda: faulty.request(COMPLETIONS, BATCHED | {"max_tokens": 5} | HANGS))
     asking.start()
     health = until(faulty, "stalled")
     assert (health.status, health.body["seconds_since_step"] >= 1) == (503, True)
@@ -110,10 +111,8 @@ def until(server: Server, status: str) -> Any:
 
 
 def quietly(server: Server, body: dict[str, Any]) -> None:
-    try:
+    with suppress(OSError):
         server.request(COMPLETIONS, body)
-    except OSError:
-        pass
 
 
 # ---- chat templates
@@ -124,9 +123,7 @@ QUADRATIC = (
 )
 
 
-def test_a_template_that_takes_too_long_is_ended(
-    scripted: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_template_that_takes_too_long_is_ended(scripted: tuple[str, str], tmp_path: Path) -> None:
     """The model's own template, with a request that makes it slow, beside another client."""
     target = tmp_path / "target"
     shutil.copytree(scripted[0], target)
@@ -163,8 +160,11 @@ def test_a_time_limit_on_templates(tokenizer: Any) -> None:
     with rendering(0.05), pytest.raises(InputError, match="more than 0.05 s"):
         render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     with rendering(0.05), pytest.raises(InputError, match="more than 0.05 s"):
-        render("{% macro f() %}{% for a in range(99999) %}{{ f() }}{% endfor %}{% endmacro %}" * 2
-               + "{% for a in range(99999) %}{% set x = 'a' * 9 %}{% for b in range(999) %}"
-               "{{ x }}{% endfor %}{% endfor %}")
+        render(
+            "{% macro f() %}{% for a in range(99999) %}{{ f() }}{% endfor %}{% endmacro %}"
+            * 2
+            + "{% for a in range(99999) %}{% set x = 'a' * 9 %}{% for b in range(999) %}"
+            "{{ x }}{% endfor %}{% endfor %}"
+        )
     with rendering(30):
         assert render("{{ messages[0]['content'] }}") == "hi"

@@ -18,7 +18,7 @@ from dspine_mlx.server import main
 stock = mlx_lm.server._make_logits_processors
 
 
-def faulty(arguments: Any) -> list[LogitsProcessor]:
+def faulty(args: Any) -> list[LogitsProcessor]:
     calls = 0
 
     def raises(tokens: Any, logits: Any) -> Any:
@@ -34,9 +34,9 @@ def faulty(arguments: Any) -> list[LogitsProcessor]:
         return logits
 
     more: list[LogitsProcessor] = {0.125: [raises], 0.25: [hangs]}.get(
-        arguments.logits.frequency_penalty, []
+        args.logits.frequency_penalty, []
     )
-    return [*stock(arguments), *more]
+    return [*stock(args), *more]
 
 
 if __name__ == "__main__":

@@ -212,6 +212,7 @@ class ResponseGenerator(host.ResponseGenerator):
     def _tokenize(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> Any:
         call, provider = args.call, self.model_provider
         self.arriving = call
+        provider.release()
         if args.prepared is not None and args.prepared[0] is tokenizer:
             prompt, *others = args.prepared[1]
         else:

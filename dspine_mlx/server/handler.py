@@ -242,7 +242,7 @@ class Handler(host.APIHandler):
 
     def handle_health_check(self) -> None:
         state = health(self.response_generator)
-        status = 200 if state["status"] == "ok" else 503
+        status = 200 if self.response_generator.is_healthy else 503
         self.reply(status, json.dumps(state).encode(), "application/json")
 
     def metrics_text(self) -> str:

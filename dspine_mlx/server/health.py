@@ -9,14 +9,16 @@ import dspine_mlx
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.server.generator import ResponseGenerator
 
+LONG_STEP = 10.0  # seconds
+
 
 def health(generator: ResponseGenerator) -> dict[str, Any]:
-    """status: ok, stalled (generation makes no steps) or unavailable (it has ended)."""
+    """status: ok; busy (loading, or in a long step); stalled (no step for --stall-seconds) or
+    unavailable (the generation thread has ended), which both come with HTTP's 503."""
     provider = generator.model_provider
     draft, drafter = next(iter(provider.drafters.items()), (None, None))
-    status = "ok" if generator.is_healthy else "unavailable"
     return {
-        "status": "stalled" if generator.generation_available() and generator.stalled else status,
+        "status": status(generator),
         "seconds_since_step": round(generator.calls.heart.age, 1),
         "loading": provider.loading,
         "loaded": provider.model is not None,
@@ -32,6 +34,14 @@ def health(generator: ResponseGenerator) -> dict[str, Any]:
             "mlx": mx.__version__,
         },
     }
+
+
+def status(generator: ResponseGenerator) -> str:
+    if not generator.generation_available():
+        return "unavailable"
+    if generator.stalled:
+        return "stalled"
+    return "ok" if generator.calls.heart.age < LONG_STEP else "busy"
 
 
 def kernels(mode: str, drafter: Drafter | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Options:
     max_connections: int = 128  # half of them per address
     head_seconds: float = 10.0  # from a connection to its request's head
     idle_timeout: float = 60.0  # seconds a client may take over a body, or over one write
-    stall_seconds: float = 60.0  # without a step, after which /health says so
+    stall_seconds: float = 300.0  # without a step, after which /health says so
 
     @property
     def key_bytes(self) -> tuple[bytes, ...]:

@@ -43,7 +43,7 @@ class Provider(host.ModelProvider):
         self.context_length: int | None = None
         self.vocab_size: int | None = None
         self.target_caches = 0  # cache objects the target needs
-        self.loading = False
+        self.loading = self.replaced = False
         if Path(cli_args.model).exists():  # the name that /v1/models gives it
             self._model_map[str(Path(cli_args.model).resolve())] = cli_args.model
 
@@ -116,9 +116,10 @@ class Provider(host.ModelProvider):
         self.draft_model = None
         if self.model_key is not None:  # the base class reloads whatever differs from its key
             self.model_key = (*self.target_key(), None)
-        loaded = super().load(model_path, adapter_path, None)
-        if draft is not None:
-            self.draft_model = self.drafter(draft)
+        with self.busy():
+            loaded = super().load(model_path, adapter_path, None)
+            if draft is not None:
+                self.draft_model = self.drafter(draft)
         self.model_key = (*self.target_key(), draft)
         return loaded
 
@@ -136,13 +137,12 @@ class Provider(host.ModelProvider):
         if self.model is not None:
             check_memory(folder)
         successor = STOCK(self.cli_args)
-        with self.busy():
-            try:
-                successor._load(model_path, adapter_path, None)
-                caches = len(make_prompt_cache(successor.model))
-            except Exception as error:  # mlx_lm raises what a checkpoint's mistake leads to
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise UnknownModel(f"{model_path} can't be loaded: {reason}") from error
+        try:
+            successor._load(model_path, adapter_path, None)
+            caches = len(make_prompt_cache(successor.model))
+        except Exception as error:  # mlx_lm raises what a checkpoint's mistake leads to
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UnknownModel(f"{model_path} can't be loaded: {reason}") from error
         text = config | (config.get("text_config") or {})
         self.reset()
         self.model, self.tokenizer = successor.model, successor.tokenizer
@@ -150,21 +150,25 @@ class Provider(host.ModelProvider):
         self.model_key, self.target_caches = successor.model_key, caches
         self.context_length = context_length(text)
         self.vocab_size = vocabulary(successor.model, text)
-        gc.collect()
-        mx.clear_cache()  # the old weights are MLX's to give back
+        self.replaced = True
 
     def drafter(self, path: str) -> Drafter:
         if path not in self.drafters:
-            with self.busy():
-                try:
-                    drafter = load_drafter(path, self.model, kernels=self.options.kernels)
-                    auto = self.options.verify_length == "auto"
-                    prepare(drafter, profile=self.options.profile and auto)
-                except InputError as error:
-                    raise FieldError("draft_model", str(error)) from error
-            self.drafters = {path: drafter}
-            mx.clear_cache()
+            try:
+                drafter = load_drafter(path, self.model, kernels=self.options.kernels)
+                auto = self.options.verify_length == "auto"
+                prepare(drafter, profile=self.options.profile and auto)
+            except InputError as error:
+                raise FieldError("draft_model", str(error)) from error
+            self.drafters, self.replaced = {path: drafter}, True
         return self.drafters[path]
+
+    def release(self) -> None:
+        """Gives back the memory of what was replaced, once nothing refers to it any more."""
+        if self.replaced:
+            gc.collect()
+            mx.clear_cache()
+            self.replaced = False
 
     @contextmanager
     def busy(self) -> Iterator[None]:

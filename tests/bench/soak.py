@@ -37,7 +37,7 @@ from tests.support.serving import Server, start, wait_until_up
 
 CHAT = "/v1/chat/completions"
 LONGEST = 24  # tokens of a reply
-ROUND = 40  # requests whose references are made before they are sent
+ROUND = 20  # requests whose references are made before they are sent
 NAMES = ("Tom", "Maria", "Ada", "Lin", "Omar", "Eva")
 THINGS = ("apples", "toys", "books", "stamps", "coins", "shells")
 STEPS = (

@@ -14,6 +14,7 @@ from dspine_mlx.errors import InputError
 LARGEST = (1 << 31) - 1  # MLX's shapes, slices and indices are 32-bit
 BIAS = 100  # OpenAI's largest logit_bias
 COLDEST = 1e-4  # a lower temperature overflows half precision; it is taken for 0
+ROWS = (1 << 30) - 1  # of a verify length; blocks end them much earlier
 STOPS, STOP_LENGTH = 32, 256  # stop strings of a request, and characters of one
 BIASED = 1024  # tokens that a logit_bias may name
 MESSAGES, TOOLS = 4096, 1024
@@ -94,11 +95,11 @@ def is_stop(value: Any) -> bool:
 
 
 def is_verify_length(value: Any) -> bool:
-    return value == "auto" or integer(0)(value)
+    return value == "auto" or integer(0, ROWS)(value)
 
 
 def is_stream_options(value: Any) -> bool:
-    return isinstance(value, dict) and is_bool(value.get("include_usage", False))
+    return isinstance(value, dict) and value.get("include_usage") in (None, True, False)
 
 
 def is_logit_bias(value: Any) -> bool:
@@ -156,7 +157,7 @@ FIELDS: dict[str, tuple[Check, str]] = {
     "top_p": (number(0, 1, smallest=1e-6), "0, or a number between 1e-6 and 1"),
     "top_k": (integer(0), "a whole number from 0 up"),
     "min_p": (number(0, 1), "a number between 0 and 1"),
-    "num_draft_tokens": (integer(0), "a whole number from 0 up"),
+    "num_draft_tokens": (integer(0, ROWS), "a whole number from 0 up"),
     "verify_length": (is_verify_length, "'auto' or a number of tokens from 0 up"),
     "repetition_penalty": (number(0, 100, smallest=0.01), "0, or a number between 0.01 and 100"),
     "repetition_context_size": CONTEXT,

@@ -56,13 +56,17 @@ class Constraint:
         bits = np.unpackbits(
             np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little"
         )
-        if self.matcher.is_error():
-            raise FieldError("response_format", "response_format has too large a grammar")
+        self.check()
         mask = np.zeros(logits.shape[-1], np.bool_)
         mask[: bits.size] = bits[: mask.size]
         if not ruled:
             mask[list(self.openings(text))] = True
         return mx.where(mx.array(mask), logits, -mx.inf)
+
+    def check(self) -> None:
+        """llguidance gives a grammar up that takes too much work at some place of the text."""
+        if self.matcher.is_error():
+            raise unusable(f"is too complex to follow: {self.matcher.get_error().split(';')[0]}")
 
     def permitted(self, tokens: mx.array, draft: list[int]) -> int:
         """How many drafted tokens after these the grammar allows."""
@@ -106,6 +110,7 @@ class Constraint:
         if same < len(self.consumed):
             self.matcher.rollback(len(self.consumed) - same)
         taken = self.matcher.try_consume_tokens(wanted[same:])
+        self.check()
         self.consumed = wanted[: same + taken]
         complete = len(self.consumed) == ended
         return complete and (ended == len(tokens) or self.matcher.is_accepting())

@@ -64,7 +64,9 @@ def checked(body: dict[str, Any], path: str) -> dict[str, Any]:
         if name in body:
             body[name] = float(body[name])
     if "stream_options" in body:
-        body["stream_options"] = {"include_usage": False} | body["stream_options"]
+        body["stream_options"] = {
+            "include_usage": bool(body["stream_options"].get("include_usage"))
+        }
     return body | {"draft_model": None} if no_drafter else body
 
 

@@ -207,7 +207,7 @@ PAGE_CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "README.md": check_readme,
     "docs/converting.md": check_converting,
     "docs/exactness.md": check_exactness,
-    "docs/families.md": check_families,
+    "docs/notes/families.md": check_families,
     "docs/python-api.md": check_python,
     "docs/quick-start.md": check_quick_start,
     "docs/server.md": check_server,
@@ -218,7 +218,7 @@ def given(page: str) -> dict[str, Any]:
     """Names that a page's snippets take for granted."""
     if page == "docs/converting.md":
         return {"lm_head": mx.random.normal((60, 24)), "rank": 8}
-    if page == "docs/families.md":
+    if page == "docs/notes/families.md":
         return dict(zip(("model", "tokenizer", "drafter"), dspine_mlx.load(), strict=True))
     return {}
 

@@ -130,7 +130,7 @@ def unique_bytes(arrays: list[mx.array]) -> int:
 
 def memory(model: nn.Module) -> str:
     lines = [
-        "| rows | kept for the replay, MB | in use after the forward, MB | a state a row, MB |",
+        "| rows | kept for the replay, MB | in use after the forward, MB | a state per row, MB |",
         "| --- | --- | --- | --- |",
     ]
     tokens = mx.random.randint(0, 2048, (64,))

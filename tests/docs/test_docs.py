@@ -152,7 +152,7 @@ CHECKS: dict[str, Callable[[Call], None]] = {
 def check_readme(names: dict[str, Any], printed: str) -> None:
     params = understood(["generate", "-p", "Why is the sky blue?", "-m", "100"]).params
     assert printed.startswith(wanted_text(params) + "\n")
-    assert printed.endswith(" tokens a round\n")
+    assert printed.endswith(" tokens per round\n")
 
 
 def check_families(names: dict[str, Any], printed: str) -> None:
@@ -182,7 +182,7 @@ def check_python(names: dict[str, Any], printed: str) -> None:
     model, tokenizer, prompt = names["model"], names["tokenizer"], names["prompt"]
     assert len(names["words"]) > 20
     assert names["drafted"] == names["plain"]
-    assert "tokens a round" in printed
+    assert "tokens per round" in printed
     assert "there is no folder no/such/folder" in printed
     tokens = list[int]()
     for turn, name in ((prompt, "first"), (names["more"], "second"), (names["more"], "third")):

@@ -30,7 +30,7 @@ def the_map() -> list[tuple[str, str]]:
 
 
 def modules() -> set[str]:
-    """Source files that define something. The links in dspine_mlx/ to other folders are left out."""
+    """Source files that define something, each once: dspine_mlx/ has links to other folders."""
     paths = {path.resolve() for folder in SOURCES for path in (ROOT / folder).rglob("*.py")}
     return {str(path.relative_to(ROOT)) for path in paths if defines(path)}
 

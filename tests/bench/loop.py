@@ -16,9 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import select
-from dspine_mlx.round.text import Decoder
+from dspine_mlx.round.speculate import speculate
+from dspine_mlx.round.text import Text
 from dspine_mlx.verify_length.schedule import Fixed
 from tests.bench.prefill_memory import SHAPE, random_pair
 
@@ -30,7 +31,7 @@ class Timed:
 
     def __init__(self, owner: object, name: str):
         self.seconds, self.call = 0.0, getattr(owner, name)
-        object.__setattr__(owner, name, self)
+        setattr(owner, name, self)
 
     def __call__(self, *args: object) -> object:
         start = time.thread_time()
@@ -39,7 +40,7 @@ class Timed:
         return result
 
 
-def pair() -> tuple[nn.Module, DSpine]:
+def pair() -> tuple[nn.Module, Drafter]:
     shape = SHAPE | {
         "hidden_size": 768,
         "intermediate_size": 2048,
@@ -52,9 +53,9 @@ def pair() -> tuple[nn.Module, DSpine]:
     return random_pair(shape, 12, settings)
 
 
-def operations(drafter: DSpine) -> Counter[str]:
+def operations(drafter: Drafter) -> Counter[str]:
     """Operations in the graph of one proposal and its greedy selection."""
-    features = mx.zeros((1, 4, drafter.feature_size))
+    features = mx.zeros((1, 4, drafter.network.feature_size))
     cache = drafter.make_cache()
     drafter.extend(features, cache)
     mx.eval([c.state for c in cache])
@@ -69,17 +70,17 @@ def main() -> None:
     model, drafter = pair()
     counts = operations(drafter)
     print(f"draft graph: {sum(counts.values())} operations: {dict(counts.most_common(12))}")
-    decoder = Decoder(drafter, make_prompt_cache(model) + drafter.make_cache())
-    for _ in decoder.prefill(mx.random.randint(4, 32000, (128,)), 2048):
+    text = Text(drafter, make_prompt_cache(model) + drafter.make_cache())
+    for _ in text.prefill(mx.random.randint(4, 32000, (128,)), 2048):
         pass
-    tokens = decoder.speculate(Fixed(15), float("inf"))
+    tokens = speculate(text, Fixed(15), float("inf"))
     forwards = [Timed(drafter, "propose"), Timed(drafter.target, "forward")]
     forwards += [Timed(mx, "eval"), Timed(mx, "async_eval")]
     host, graphs, wall = [], [], []
-    while decoder.statistics.rounds < ROUNDS + 3:
-        rounds, cpu, start = decoder.statistics.rounds, time.thread_time(), time.perf_counter()
+    while text.statistics.rounds < ROUNDS + 3:
+        rounds, cpu, start = text.statistics.rounds, time.thread_time(), time.perf_counter()
         building = sum(f.seconds for f in forwards)
-        while decoder.statistics.rounds == rounds:
+        while text.statistics.rounds == rounds:
             next(tokens)
         graphs.append(sum(f.seconds for f in forwards) - building)
         host.append(time.thread_time() - cpu - graphs[-1])

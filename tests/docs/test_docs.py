@@ -44,6 +44,8 @@ from tests.support.understanding import (
     understood,
 )
 
+pytestmark = pytest.mark.slow
+
 SHORT = {  # what makes a command quick; the last value of an option counts
     "bench": "--limit 1 --repeat 1 --max-tokens 16",
     "calibrate": "--limit 2 --max-tokens 24",

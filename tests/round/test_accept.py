@@ -241,6 +241,7 @@ def test_match_leaves_the_random_state_of_plain_decoding(settings_: dict[str, An
 
 
 @pytest.mark.parametrize("settings_", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.slow
 def test_law_is_what_the_sampler_draws_from(settings_: dict[str, Any]) -> None:
     """2,000 draws of mlx-lm's sampler against `Sampler.law` (with XTC: the mean of its coin)."""
     sampler = Sampler(**settings_)

@@ -97,6 +97,7 @@ def test_the_enumeration_catches_a_wrong_draft_law() -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.slow
 def test_accept_draws_what_the_rules_say(biased: bool) -> None:
     """First token of 3,000 real calls against the target's law (chi-square at 1 %, power > 0.99
     against the bias planted in the control: q taken as uniform)."""

@@ -56,7 +56,7 @@ def run(
     held_out: Annotated[
         str | None, typer.Option(help="JSONL to judge on. Without it: the end of the data.")
     ] = None,
-    method: Annotated[str, typer.Option(help="dspine, dspark or dflash.")] = "dspine",
+    method: Annotated[str, typer.Option(help="Such as dspine; a wrong one lists all.")] = "dspine",
     settings: Annotated[
         list[str] | None,
         typer.Option(

@@ -22,7 +22,8 @@ def parameter(layout: Layout, name: str) -> str | None:
     """The path (with #k for part k) that a tensor has in the drafter; "": it holds no parameter;
     None: unknown.
 
-    A packed weight's scales and biases go where its weight goes.
+    The network's own paths are names in every layout. A packed weight's scales and biases go where
+    its weight goes.
     """
     name = name.removeprefix("model.")
     for suffix in (".scales", ".biases"):
@@ -31,6 +32,8 @@ def parameter(layout: Layout, name: str) -> str | None:
             return weight and weight.replace(".weight", suffix)
     layers = LAYER.findall(name)
     path = layout.names.get(pattern_of(name))
+    if path is None and pattern_of(name) in layout.paths:
+        return name
     return path and path.replace("{i}", layers[0] if layers else "")
 
 

@@ -211,8 +211,6 @@ INJECTION: Names = {
     "injection.message.weight": "injection.gates.weight#2",  # A
     "injection.bias": "injection.bias",  # b
     "transfer_codes": "transfer_codes.weight",  # C
-    "injection.gates.weight": "injection.gates.weight",  # stacked, as the modules hold them
-    "transfer_codes.weight": "transfer_codes.weight",
     "transfer_ready": "",
 }
 TENSORS = BACKBONE | INJECTION

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dspine_mlx.drafters.config import DrafterConfig
@@ -46,6 +47,11 @@ class Layout:
     recognise: Callable[[Config, Collection[str]], bool] = always  # by config.json and tensor names
     offsets: bool = True  # d2t holds offsets d -> d + d2t[d]; False: the target's ids
     by_shape: bool = False  # names may be unknown and are then told apart by shape
+
+    @cached_property
+    def paths(self) -> set[str]:
+        """The parameters that the names lead to."""
+        return {path.partition("#")[0] for path in self.names.values()} - {""}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """DFlash and DSpine against a float64 NumPy evaluation, and the laws of their structure."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from dspine_mlx.convert.reference import Head, Round, dflash_round, dspine_round
 from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.load import load_drafter
 from dspine_mlx.target.model import Target
 from tests.support.checkpoints import (
     Checkpoint,
@@ -23,6 +25,7 @@ from tests.support.checkpoints import (
     dspine_specforge,
     offsets,
     random_features,
+    save,
     tiny_target,
 )
 from tests.support.tiny import tiny_dflash, tiny_dspine
@@ -192,6 +195,23 @@ def test_dspine_variants_equal_numpy(variant: str) -> None:
     features = random_features(shape, 9)
     reference = dspine_round(weights, config, head, features, 5, k=6)
     assert_equal(propose(drafter, features, 5, [6, 3]), reference)
+
+
+@pytest.mark.parametrize("names", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_a_dflash_checkpoint_may_have_its_own_embeddings(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    shape, rng = Shape(), np.random.default_rng(8)
+    config, weights = dflash_zlab(shape)
+    for name in names:
+        weights[f"{name}.weight"] = rng.normal(size=(shape.V, shape.H)).astype(np.float32)
+    model, head = tiny_target(shape)
+    drafter = load_drafter(save(tmp_path, config, weights), model)
+    features = random_features(shape, 6)
+    k = drafter.config.top_k
+    assert_equal(
+        propose(drafter, features, 5, [6]), dflash_round(weights, config, head, features, 5, k=k)
+    )
 
 
 def test_table_is_serial_last_write_refinement() -> None:

@@ -81,6 +81,18 @@ def run(words: list[str]) -> list[Piece]:
     return pieces
 
 
+def in_order(pieces: list[Piece]) -> list[Piece]:
+    """A terminal passes on late what it gets: a line ends before the errors printed after it."""
+    ordered = list[Piece]()
+    for piece in pieces:
+        place = len(ordered)
+        if piece.text.startswith("\r\n") and not piece.error:
+            while place and ordered[place - 1].error:
+                place -= 1
+        ordered.insert(place, piece)
+    return ordered
+
+
 def read(file: int) -> bytes:
     try:
         return os.read(file, 1 << 16)
@@ -181,7 +193,7 @@ def main(picture: Annotated[Path, typer.Argument(help="SVG to write.")]) -> None
         raise InputError(f"{picture} exists; remove it or name a new file")
     words = ["dspine-mlx", "generate", "--show-accepted", "-p", PROMPT]
     program = str(Path(sys.executable).with_name(words[0]))
-    pieces = [piece for piece in run([program, *words[1:]]) if piece.text]
+    pieces = in_order([piece for piece in run([program, *words[1:]]) if piece.text])
     picture.write_text(draw(shlex.join(words), pieces), encoding="utf-8")
 
 

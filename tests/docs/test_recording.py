@@ -10,7 +10,7 @@ import pytest
 from dspine_mlx.cli.generate import apply_template
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
-from tests.bench.recording import AFTER, BEFORE, LASTS, PROMPT, Piece, draw, run
+from tests.bench.recording import AFTER, BEFORE, LASTS, PROMPT, Piece, draw, in_order, run
 from tests.support.documentation import ROOT
 
 GREEN = "#98e024"
@@ -69,6 +69,14 @@ def test_pieces_appear_as_they_came() -> None:
     assert at["two"] == (BEFORE + LASTS, None)
     assert at["summary"] == (BEFORE + LASTS + AFTER, None)
     assert f"slowed down {LASTS:.0f} times" in svg
+
+
+def test_a_line_ends_before_the_errors_after_it() -> None:
+    note, text = Piece(1.0, "note\n", True), Piece(2.0, "text", False)
+    errors, end = [Piece(3.0, "one\n", True), Piece(3.1, "two\n", True)], Piece(3.2, "\r\n", False)
+    assert in_order([note, text, *errors, end]) == [note, text, end, *errors]
+    more = Piece(3.2, "more", False)
+    assert in_order([note, text, *errors, more]) == [note, text, *errors, more]
 
 
 def test_a_command_runs_in_a_terminal() -> None:

@@ -82,15 +82,18 @@ def run(words: list[str]) -> list[Piece]:
 
 
 def in_order(pieces: list[Piece]) -> list[Piece]:
-    """A terminal passes on late what it gets: a line ends before the errors printed after it."""
-    ordered = list[Piece]()
+    """A terminal passes on late what it gets: errors wait for the end of a line that has begun."""
+    ordered, waiting, inside = list[Piece](), list[Piece](), False
     for piece in pieces:
-        place = len(ordered)
-        if piece.text.startswith("\r\n") and not piece.error:
-            while place and ordered[place - 1].error:
-                place -= 1
-        ordered.insert(place, piece)
-    return ordered
+        if piece.error and inside:
+            waiting.append(piece)
+        else:
+            ordered.append(piece)
+        if not piece.error:
+            inside = not ESCAPES.sub("", piece.text).endswith("\n")
+            if not inside:
+                ordered, waiting = ordered + waiting, []
+    return ordered + waiting
 
 
 def read(file: int) -> bytes:

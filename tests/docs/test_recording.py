@@ -71,12 +71,13 @@ def test_pieces_appear_as_they_came() -> None:
     assert f"slowed down {LASTS:.0f} times" in svg
 
 
-def test_a_line_ends_before_the_errors_after_it() -> None:
+def test_errors_wait_for_the_end_of_a_line() -> None:
     note, text = Piece(1.0, "note\n", True), Piece(2.0, "text", False)
-    errors, end = [Piece(3.0, "one\n", True), Piece(3.1, "two\n", True)], Piece(3.2, "\r\n", False)
+    errors = [Piece(3.0, "one\n", True), Piece(3.1, "two\n", True)]
+    end = Piece(3.2, "\x1b[32m5\r\n\x1b[0m", False)
     assert in_order([note, text, *errors, end]) == [note, text, end, *errors]
-    more = Piece(3.2, "more", False)
-    assert in_order([note, text, *errors, more]) == [note, text, *errors, more]
+    assert in_order([text, end, *errors]) == [text, end, *errors]
+    assert in_order([text, *errors]) == [text, *errors]
 
 
 def test_a_command_runs_in_a_terminal() -> None:

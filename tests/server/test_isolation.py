@@ -16,6 +16,8 @@ from dspine_mlx.server.deadline import rendering
 from tests.bench.server_load import text_of
 from tests.support.serving import ALL, Server, start, usage, wait_until_up
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BATCHED: dict[str, Any] = {"draft_model": None, "prompt": "@long"}
 RAISES, HANGS = {"frequency_penalty": 0.125}, {"frequency_penalty": 0.25}

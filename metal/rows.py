@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,8 +14,7 @@ PACKED_BITS, GROUPS = (3, 4, 5, 6, 8), (32, 64, 128)  # of affine weights
 MAX_ROWS = 32
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A weight W [N, K]: floating (bits 0), or packed by one of MLX's quantisations."""
 
     weight: mx.array
@@ -51,6 +51,12 @@ class Tile:
 
     tiles: int = 4
     split: int = 8
+
+    def __call__(self, x: mx.array, matrix: Matrix) -> mx.array:
+        return rows_tile(x, matrix, self)
+
+    def limits(self, x: mx.array, matrix: Matrix) -> str | None:
+        return ROWS_TILE.limits(x, matrix, self)
 
 
 def tile_cuts(outputs: int) -> tuple[Tile, ...]:

@@ -1,6 +1,6 @@
 """y = x W^T for the few rows of a verify forward, with the bits of MLX's kernel for one row."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -35,16 +35,20 @@ class Exact:
     rows: int = 4
     outputs: int = 4
 
+    def __call__(self, x: mx.array, matrix: Matrix) -> mx.array:
+        return rows_exact(x, matrix, self)
+
+    def limits(self, x: mx.array, matrix: Matrix) -> str | None:
+        return ROWS_EXACT.limits(x, matrix, self)
+
 
 CUTS = ((4, 4), (4, 8), (8, 2))  # rows and outputs of a simdgroup: about 65, 100 and 80 registers
 
 
-def forms(matrix: Matrix) -> Iterator[Form]:
+def forms(matrix: Matrix) -> list[Form]:
     """The forms that MLX's kernel may have for this matrix, the likeliest first."""
-    whole = matrix.shape[1] % 512 == 0
-    packs = (2, 1) if whole else (1, 2)
-    for fuse, wide, pack in product(FUSIONS, (True, False), packs):
-        yield Form(pack, wide, fuse)
+    packs = (2, 1) if matrix.shape[1] % 512 == 0 else (1, 2)
+    return [Form(p, w, f) for w, p, f in product((True, False), packs, FUSIONS)]
 
 
 def rows_exact(x: mx.array, matrix: Matrix, cut: Exact | None = None) -> mx.array:

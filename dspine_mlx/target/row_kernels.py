@@ -1,0 +1,185 @@
+"""Kernels for several rows inside a target's verifying forwards, and nowhere else.
+
+Only the classes of the target's linear layers are swapped, and only within `verifying`: their
+parameters, plain decoding and prefill stay as they are.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dspine_mlx.metal.rows import MAX_ROWS, Matrix
+from dspine_mlx.target import verdicts as on_file
+from dspine_mlx.target.model import Target
+from dspine_mlx.target.products import APART, STOCK, Product, name, to_dict
+from dspine_mlx.target.race import Race, Verdict
+from dspine_mlx.target.verdicts import Shape, Verdicts
+
+SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
+LINEAR = (nn.QuantizedLinear, nn.Linear)
+EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
+
+
+class RowKernels:
+    """The verdicts on a target's shapes, and the swap that heeds them.
+
+    shapes: the target's linear layers by shape; the LM head's is among them, tied or not. verdicts:
+    by shape and number of rows.
+    """
+
+    def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
+        self.race, self.folder = race or Race("off"), folder
+        self.key = on_file.kernels_key(self.race)
+        self.dtype = target.dtype
+        self.shapes: dict[Shape, list[nn.Module]] = {}
+        for layer in linear_layers(target):
+            shape = Shape.of(Matrix.of(layer), self.dtype)
+            self.shapes.setdefault(shape, []).append(layer)
+        self.verdicts: Verdicts = {}
+        if folder is not None and not self.race.idle:
+            known = on_file.read(folder, self.key)
+            self.verdicts = {k: v for k, v in known.items() if k[0] in self.shapes}
+        self.swaps: list[tuple[nn.Module, type[nn.Module]]] = []
+        self.arrange()
+
+    def settle(self, widths: Iterable[int], seconds: float = SECONDS) -> None:
+        """Race each shape at each number of rows that has no verdict yet, the coarse steps of
+        widths first, until the time is up. What is not raced is stock's."""
+        if self.race.idle:
+            return
+        asked = sorted({w for w in widths if 2 <= w <= MAX_ROWS}, key=lambda w: (-(w & -w), w))
+        new: Verdicts = {}
+        begun = self.race.clock()
+        for rows in asked:
+            for shape, layers in self.shapes.items():
+                if (shape, rows) in self.verdicts:
+                    continue
+                if self.race.clock() - begun > seconds:
+                    break
+                matrices = [Matrix.of(layer) for layer in layers]
+                new[shape, rows] = self.race.verdict(matrices, rows, self.dtype)
+        self.verdicts |= new
+        self.arrange()
+        if new and self.folder is not None:
+            on_file.write(self.folder, self.key, new)
+
+    def arrange(self) -> None:
+        """Make the classes that layers of a shape take on, of shapes where one is needed."""
+        self.swaps = []
+        for shape, layers in self.shapes.items():
+            chosen = {
+                rows: verdict.product
+                for (of, rows), verdict in self.verdicts.items()
+                if of == shape and verdict.product != STOCK
+            }
+            unsettled = APART if self.race.mode == "exact" else None
+            settled = {rows for of, rows in self.verdicts if of == shape}
+            if not chosen and unsettled is None:
+                continue
+            products: dict[int, Product | None] = dict.fromkeys(settled) | chosen
+            kinds = set(map(type, layers))
+            classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
+            self.swaps += [(layer, classes[type(layer)]) for layer in layers]
+
+    @contextmanager
+    def verifying(self, rows: int) -> Iterator[None]:
+        """Around one forward over several rows, of one text or of several: linear layers multiply
+        as the race settled it for as many rows as they are given. One row is plain decoding, and
+        nothing is swapped. Classes go back on every exit."""
+        swaps = self.swaps if rows > 1 else []
+        classes = [type(layer) for layer, _ in swaps]
+        try:
+            for layer, cls in swaps:
+                layer.__class__ = cls
+            yield
+        finally:
+            for (layer, _), cls in zip(swaps, classes, strict=True):
+                layer.__class__ = cls
+
+    @property
+    def digest(self) -> str:
+        """Names what runs, for files of times that depend on it; "" where all is stock's."""
+        chosen = [
+            [*shape, rows, to_dict(verdict.product)]
+            for (shape, rows), verdict in sorted(self.verdicts.items(), key=lambda item: item[0])
+            if verdict.product != STOCK
+        ]
+        if not chosen and self.race.mode != "exact":
+            return ""
+        text = json.dumps([self.race.mode, self.key["kernels"], chosen])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def report(self) -> dict[str, Any]:
+        """For `report` and health pages: every verdict, and why none where there is none."""
+        return {
+            "mode": self.race.mode,
+            "idle": self.race.idle,
+            "digest": self.digest,
+            "shapes": len(self.shapes),
+            "verdicts": [
+                on_file.as_dict(shape, rows, verdict)
+                for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
+            ],
+        }
+
+    def explain(self) -> list[str]:
+        """A sentence per shape, for `doctor`."""
+        if self.race.idle:
+            return [f"verify rows are MLX's: {self.race.idle}"]
+        lines = []
+        for shape, layers in self.shapes.items():
+            found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
+            parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
+            lines.append(f"{len(layers)} x [{shape}]: {'; '.join(parts) or 'not raced yet'}")
+        return lines
+
+
+def in_words(verdict: Verdict) -> str:
+    if not verdict.seconds:
+        return f"{name(verdict.product)} ({verdict.why})"
+    ms, stock = 1e3 * verdict.seconds, 1e3 * verdict.stock
+    return f"{name(verdict.product)} {ms:.3g} ms (stock {stock:.3g})"
+
+
+def linear_layers(target: Target) -> list[nn.Module]:
+    """The decoder stack's, then the LM head: if tied, an embedding with `as_linear`."""
+    layers = [m for m in target.body.modules() if type(m) in LINEAR]
+    head = target.lm_head
+    if type(head) in (EMBEDDINGS if target.tied else LINEAR):
+        layers.append(head)
+    once = {id(layer): layer for layer in layers}
+    return list(once.values())
+
+
+def swapped(
+    cls: type[nn.Module],
+    products: dict[int, Product | None],
+    unsettled: Product | None,
+    dtype: mx.Dtype,
+) -> type[nn.Module]:
+    """A subclass of a linear layer, or of an embedding that is a head, which multiplies so many
+    rows by `products`, by `unsettled` where they say nothing; None: as its base class does."""
+    method = "as_linear" if issubclass(cls, EMBEDDINGS) else "__call__"
+    base = getattr(cls, method)
+
+    def multiply(self: nn.Module, x: mx.array) -> mx.array:
+        columns = x.shape[-1]
+        rows = x.size // columns
+        product = products.get(rows, unsettled)
+        if product is None or rows < 2 or x.dtype != dtype:
+            y: mx.array = base(self, x)
+            return y
+        if product == APART:
+            each = x.reshape(1, rows, columns).split(rows, axis=1)
+            y = mx.concatenate([base(self, row) for row in each], axis=1)
+            return y.reshape(*x.shape[:-1], -1)
+        y = product(x.reshape(-1, columns), Matrix.of(self)).reshape(*x.shape[:-1], -1)
+        return y + self.bias if "bias" in self else y
+
+    return type(cls.__name__, (cls,), {method: multiply})

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
 from dspine_mlx.target import verdicts as on_file
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.products import APART, STOCK, Product, name, to_dict
+from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
 from dspine_mlx.target.race import Race, Verdict
 from dspine_mlx.target.verdicts import Shape, Verdicts
 
@@ -45,7 +45,7 @@ class RowKernels:
         if folder is not None and not self.race.idle:
             known = on_file.read(folder, self.key)
             self.verdicts = {k: v for k, v in known.items() if k[0] in self.shapes}
-        self.swaps: list[tuple[nn.Module, type[nn.Module]]] = []
+        self.swaps: dict[int, list[tuple[nn.Module, type[nn.Module]]]] = {}
         self.arrange()
 
     def settle(self, widths: Iterable[int], seconds: float = SECONDS) -> None:
@@ -70,29 +70,28 @@ class RowKernels:
             on_file.write(self.folder, self.key, new)
 
     def arrange(self) -> None:
-        """Make the classes that layers of a shape take on, of shapes where one is needed."""
-        self.swaps = []
+        """Make the classes that layers take on, by the number of rows of a forward. In exact mode
+        every layer takes one on, for a layer may be given fewer rows than the forward has; else
+        only those for which something is faster than stock."""
+        self.swaps = {rows: [] for rows in range(2, MAX_ROWS + 1)}
+        exact = self.race.mode == "exact"
+        unsettled = APART if exact else STOCK
         for shape, layers in self.shapes.items():
-            chosen = {
-                rows: verdict.product
-                for (of, rows), verdict in self.verdicts.items()
-                if of == shape and verdict.product != STOCK
-            }
-            unsettled = APART if self.race.mode == "exact" else None
-            settled = {rows for of, rows in self.verdicts if of == shape}
-            if not chosen and unsettled is None:
-                continue
-            products: dict[int, Product | None] = dict.fromkeys(settled) | chosen
+            products = {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
             kinds = set(map(type, layers))
-            classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
-            self.swaps += [(layer, classes[type(layer)]) for layer in layers]
+            classes = {
+                k: swapped(k, products, APART if exact else STOCK, self.dtype) for k in kinds
+            }
+            for rows, swaps in self.swaps.items():
+                if exact or products.get(rows, STOCK) != STOCK:
+                    swaps += [(layer, classes[type(layer)]) for layer in layers]
 
     @contextmanager
     def verifying(self, rows: int) -> Iterator[None]:
         """Around one forward over several rows, of one text or of several: linear layers multiply
         as the race settled it for as many rows as they are given. One row is plain decoding, and
-        nothing is swapped. Classes go back on every exit."""
-        swaps = self.swaps if rows > 1 else []
+        more than 32 are MLX's: nothing is swapped. Classes go back on every exit."""
+        swaps = self.swaps.get(rows, [])
         classes = [type(layer) for layer, _ in swaps]
         try:
             for layer, cls in swaps:
@@ -158,24 +157,21 @@ def linear_layers(target: Target) -> list[nn.Module]:
 
 
 def swapped(
-    cls: type[nn.Module],
-    products: dict[int, Product | None],
-    unsettled: Product | None,
-    dtype: mx.Dtype,
+    cls: type[nn.Module], products: dict[int, Product], unsettled: Product, dtype: mx.Dtype
 ) -> type[nn.Module]:
     """A subclass of a linear layer, or of an embedding that is a head, which multiplies so many
-    rows by `products`, by `unsettled` where they say nothing; None: as its base class does."""
+    rows by `products`, by `unsettled` where they say nothing."""
     method = "as_linear" if issubclass(cls, EMBEDDINGS) else "__call__"
     base = getattr(cls, method)
 
     def multiply(self: nn.Module, x: mx.array) -> mx.array:
         columns = x.shape[-1]
         rows = x.size // columns
-        product = products.get(rows, unsettled)
-        if product is None or rows < 2 or x.dtype != dtype:
+        product = products.get(rows, unsettled) if rows > 1 and x.dtype == dtype else STOCK
+        if isinstance(product, Stock):
             y: mx.array = base(self, x)
             return y
-        if product == APART:
+        if isinstance(product, Apart):  # by plain decoding's own calls, a layer's bias included
             each = x.reshape(1, rows, columns).split(rows, axis=1)
             y = mx.concatenate([base(self, row) for row in each], axis=1)
             return y.reshape(*x.shape[:-1], -1)

@@ -79,9 +79,7 @@ class RowKernels:
         for shape, layers in self.shapes.items():
             products = {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
             kinds = set(map(type, layers))
-            classes = {
-                k: swapped(k, products, APART if exact else STOCK, self.dtype) for k in kinds
-            }
+            classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
             for rows, swaps in self.swaps.items():
                 if exact or products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, classes[type(layer)]) for layer in layers]

@@ -120,15 +120,15 @@ def same_states(a: list[Any], b: list[Any]) -> bool:
     return all(x is y or mx.array_equal(x, y) for x, y in pairs)  # None where a slot is empty
 
 
-def rows_differ(target: Target) -> bool:
-    """Whether a CPU's BLAS makes one row's bits depend on the rows beside it, and so the target's.
+def differing_widths(target: Target, widths: Iterable[int]) -> frozenset[int]:
+    """The widths at which a CPU's BLAS gives a row of the target other bits than alone.
 
-    The wheel's own does not, whatever else a model does with several rows. The context is shorter
-    than any window.
+    None with the wheel's own, which does not look at the rows beside a row, whatever else a model
+    does with several. The context is shorter than any window.
     """
     key = mx.random.key(0)
-    x, weight = mx.random.normal((8, 256), key=key), mx.random.normal((512, 256), key=key)
-    alone = mx.concatenate([row @ weight.T for row in x.split(8)])
+    x, weight = mx.random.normal((16, 300), key=key), mx.random.normal((77, 300), key=key)
+    alone = mx.concatenate([row @ weight.T for row in x.split(16)])
     if mx.array_equal(x @ weight.T, alone):
-        return False
-    return bool(unequal_widths(target, (2, 8), depths=(16,)))
+        return frozenset()
+    return frozenset(unequal_widths(target, widths, depths=(16,)))

@@ -31,17 +31,17 @@ SLACK = 1e-6  # of the largest value: float32's own rounding, where stock happen
 class Machine:
     """What decides which candidates there are.
 
-    architecture: MLX's name of the chip ("applegpu_g14s"), or of a CPU. rows_differ: on a CPU, MLX
-    gives a row other bits when others ride along (an optimised BLAS does).
+    architecture: MLX's name of the chip ("applegpu_g14s"), or of a CPU. differing: on a CPU, the
+    numbers of rows at which MLX gives one of them other bits than alone, as an optimised BLAS does.
     """
 
     metal: bool
     architecture: str
-    rows_differ: bool = False
+    differing: frozenset[int] = frozenset()
 
     @classmethod
-    def here(cls, rows_differ: bool = False) -> "Machine":
-        return cls(mx.metal.is_available(), str(mx.device_info()["architecture"]), rows_differ)
+    def here(cls, differing: frozenset[int] = frozenset()) -> "Machine":
+        return cls(mx.metal.is_available(), str(mx.device_info()["architecture"]), differing)
 
     @property
     def generation(self) -> int:
@@ -93,7 +93,7 @@ class Race:
             return ""
         if self.machine.metal and self.machine.generation >= 17 and not self.newest:
             return "MLX's own kernels serve several rows on this chip"
-        if not self.machine.metal and not self.machine.rows_differ:
+        if not self.machine.metal and not self.machine.differing:
             return "no Metal"
         return ""
 

@@ -15,7 +15,7 @@ from dspine_mlx.target.race import Machine, Race
 M2 = Machine(metal=True, architecture="applegpu_g14s")
 M5 = Machine(metal=True, architecture="applegpu_g17g")
 CPU = Machine(metal=False, architecture="x86_64")
-OPEN_BLAS = Machine(metal=False, architecture="x86_64", rows_differ=True)
+OPEN_BLAS = Machine(metal=False, architecture="x86_64", differing=frozenset({4, 8}))
 Cost = Callable[[int], float]  # seconds of the nth call
 
 

@@ -1,14 +1,18 @@
 """The whole-model check: it passes what is equal, and refuses a last bit anywhere."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from dspine_mlx.target.equal_rows import rows_differ, unequal_widths
+from dspine_mlx.target.equal_rows import differing_widths, unequal_widths
 from dspine_mlx.target.model import Target
 from tests.support.families import FAMILIES, WINDOW, build
 
@@ -115,9 +119,27 @@ def test_a_rollback_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mamba2"])
-def test_rows_do_not_differ_with_the_wheels_blas(family: str) -> None:
-    """Though those of Mamba-2 do."""
-    assert not rows_differ(Target(build(family, 4)))
+def test_no_width_differs_by_the_wheels_blas(family: str) -> None:
+    """Though rows of Mamba-2 do."""
+    assert differing_widths(Target(build(family, 4)), WIDTHS) == frozenset()
+
+
+OPENBLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3")
+WITH_OPENBLAS = """
+from dspine_mlx.target.equal_rows import differing_widths
+from dspine_mlx.target.model import Target
+from tests.support.families import build
+target = Target(build("qwen3", None))
+print(sorted(differing_widths(target, (2, 16))))
+"""
+
+
+@pytest.mark.skipif(not OPENBLAS.exists(), reason="needs Debian's libopenblas0-pthread")
+def test_widths_differ_by_an_optimised_blas() -> None:
+    environment = os.environ | {"LD_PRELOAD": str(OPENBLAS), "MLX_DISABLE_COMPILE": "1"}
+    command = [sys.executable, "-c", WITH_OPENBLAS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "16" in result.stdout
 
 
 def test_the_callers_random_state_is_left_alone() -> None:
@@ -126,5 +148,5 @@ def test_the_callers_random_state_is_left_alone() -> None:
     wanted = mx.random.normal((3,)).tolist()
     mx.random.seed(7)
     unequal_widths(target, (2,), depths=(8,))
-    rows_differ(target)
+    differing_widths(target, (2,))
     assert mx.random.normal((3,)).tolist() == wanted

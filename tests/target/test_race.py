@@ -214,6 +214,7 @@ def test_a_cpu_unpacks_once_where_that_is_faster(
 
     monkeypatch.setattr(Unpacked, "__call__", timed)
     assert run(track.race("auto", OPEN_BLAS), layers).product == UNPACKED
+    assert run(track.race("auto", OPEN_BLAS), layers, rows=5).product == STOCK  # equal there
     track.stock = 0.61
     assert run(track.race("auto", OPEN_BLAS), layers).product == STOCK
     assert run(track.race("exact", OPEN_BLAS), layers).product == STOCK  # no entrant there

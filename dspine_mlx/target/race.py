@@ -114,9 +114,9 @@ class Race:
         if self.mode == "exact":
             products.append(APART)
         if not self.machine.metal:
-            return products + [UNPACKED] * (
-                self.mode == "auto" and UNPACKED.limits(x, matrix) is None
-            )
+            differs = self.mode == "auto" and x.shape[0] in self.machine.differing
+            serves = differs and UNPACKED.limits(x, matrix) is None
+            return [*products, UNPACKED] if serves else products
         if exact_limits(x, matrix) is None:
             form = self.form(matrix, x)
             if form is None and self.mode == "auto":

@@ -6,8 +6,10 @@ parameters, plain decoding and prefill stay as they are.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
 from dspine_mlx.target import verdicts as on_file
+from dspine_mlx.target.equal_rows import DEPTHS, unequal_widths
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
 from dspine_mlx.target.race import Race, Verdict
+from dspine_mlx.target.row_attention import RowAttention
+from dspine_mlx.target.row_attention import apart as attend_apart
 from dspine_mlx.target.verdicts import Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
@@ -30,13 +35,18 @@ class RowKernels:
     """The verdicts on a target's shapes, and the swap that heeds them.
 
     shapes: the target's linear layers by shape; the LM head's is among them, tied or not. verdicts:
-    by shape and number of rows.
+    by shape and number of rows. In exact mode, rows also attend one by one, and `check` asks the
+    whole target which widths have plain decoding's bits: unequal names the others, and where.
     """
 
     def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
         self.race, self.folder = race or Race("off"), folder
         self.key = on_file.kernels_key(self.race)
-        self.dtype = target.dtype
+        self.target, self.dtype = target, target.dtype
+        self.exact = self.race.mode == "exact"
+        self.attention = RowAttention(target, attend_apart) if self.exact else None
+        self.checked: set[int] = set()
+        self.unequal: dict[int, str] = {}
         self.shapes: dict[Shape, list[nn.Module]] = {}
         for layer in linear_layers(target):
             shape = Shape.of(Matrix.of(layer), self.dtype)
@@ -74,14 +84,13 @@ class RowKernels:
         every layer takes one on, for a layer may be given fewer rows than the forward has; else
         only those for which something is faster than stock."""
         self.swaps = {rows: [] for rows in range(2, MAX_ROWS + 1)}
-        exact = self.race.mode == "exact"
-        unsettled = APART if exact else STOCK
+        unsettled = APART if self.exact else STOCK
         for shape, layers in self.shapes.items():
             products = {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
             kinds = set(map(type, layers))
             classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
             for rows, swaps in self.swaps.items():
-                if exact or products.get(rows, STOCK) != STOCK:
+                if self.exact or products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, classes[type(layer)]) for layer in layers]
 
     @contextmanager
@@ -94,10 +103,28 @@ class RowKernels:
         try:
             for layer, cls in swaps:
                 layer.__class__ = cls
-            yield
+            with self.attention.verifying(rows) if self.attention else nullcontext():
+                yield
         finally:
             for (layer, _), cls in zip(swaps, classes, strict=True):
                 layer.__class__ = cls
+
+    def check(self, widths: Iterable[int], depths: Collection[int] = DEPTHS) -> None:
+        """In exact mode: compare verify forwards of these widths with as many forwards over one
+        row, bit for bit. Until a width has passed, it may not be verified."""
+        asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
+        if asked:
+            self.unequal |= unequal_widths(self.target, asked, self.verifying, depths)
+            self.checked |= asked
+
+    @property
+    def width_limit(self) -> float:
+        """Rows that a verify forward may have: in exact mode as many as have passed the check, and
+        all fewer with them; 1: none, so the target decodes plainly."""
+        if not self.exact:
+            return math.inf
+        passed = self.checked - set(self.unequal)
+        return next(w for w in count(1) if w + 1 not in passed)
 
     @property
     def digest(self) -> str:
@@ -107,10 +134,25 @@ class RowKernels:
             for (shape, rows), verdict in sorted(self.verdicts.items(), key=lambda item: item[0])
             if verdict.product != STOCK
         ]
-        if not chosen and self.race.mode != "exact":
+        if not chosen and not self.exact:
             return ""
         text = json.dumps([self.race.mode, self.key["kernels"], chosen])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def promise(self) -> str:
+        """What exact mode may promise here, in a sentence."""
+        if self.width_limit > 1:
+            return (
+                "Verify forwards give plain decoding's very logits on this machine, for this "
+                f"target, up to {self.width_limit:.0f} rows, as checked."
+            )
+        if not self.checked:
+            return "No width has been checked against plain decoding yet, so none is verified."
+        where = self.unequal.get(min(self.checked), "")
+        return (
+            "No verify forward gives plain decoding's very logits here "
+            f"({min(self.checked)} rows: {where}), so the target decodes plainly."
+        )
 
     def report(self) -> dict[str, Any]:
         """For `report` and health pages: every verdict, and why none where there is none."""
@@ -119,6 +161,8 @@ class RowKernels:
             "idle": self.race.idle,
             "digest": self.digest,
             "shapes": len(self.shapes),
+            "checked": sorted(self.checked),
+            "unequal": {str(width): where for width, where in sorted(self.unequal.items())},
             "verdicts": [
                 on_file.as_dict(shape, rows, verdict)
                 for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
@@ -129,7 +173,7 @@ class RowKernels:
         """A sentence per shape, for `doctor`."""
         if self.race.idle:
             return [f"verify rows are MLX's: {self.race.idle}"]
-        lines = []
+        lines = [self.promise()] if self.exact else []
         for shape, layers in self.shapes.items():
             found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
             parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]

@@ -41,7 +41,8 @@ class Machine:
 
     @classmethod
     def here(cls, differing: frozenset[int] = frozenset()) -> "Machine":
-        return cls(mx.metal.is_available(), str(mx.device_info()["architecture"]), differing)
+        metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
+        return cls(metal, str(mx.device_info()["architecture"]), differing)
 
     @property
     def generation(self) -> int:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
 from dspine_mlx.target import verdicts as on_file
-from dspine_mlx.target.equal_rows import DEPTHS, unequal_widths
+from dspine_mlx.target.equal_rows import (
+    blas_differs,
+    differing_widths,
+    unequal_widths,
+)
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
-from dspine_mlx.target.race import Race, Verdict
+from dspine_mlx.target.race import Machine, Race, Verdict
 from dspine_mlx.target.row_attention import RowAttention
 from dspine_mlx.target.row_attention import apart as attend_apart
 from dspine_mlx.target.verdicts import Shape, Verdicts
@@ -58,19 +63,19 @@ class RowKernels:
         self.swaps: dict[int, list[tuple[nn.Module, type[nn.Module]]]] = {}
         self.arrange()
 
-    def settle(self, widths: Iterable[int], seconds: float = SECONDS) -> None:
+    def settle(self, widths: Iterable[int], seconds: float | None = None) -> None:
         """Race each shape at each number of rows that has no verdict yet, the coarse steps of
         widths first, until the time is up. What is not raced is stock's."""
         if self.race.idle:
             return
         asked = sorted({w for w in widths if 2 <= w <= MAX_ROWS}, key=lambda w: (-(w & -w), w))
         new: Verdicts = {}
-        begun = self.race.clock()
+        begun, limit = self.race.clock(), SECONDS if seconds is None else seconds
         for rows in asked:
             for shape, layers in self.shapes.items():
                 if (shape, rows) in self.verdicts:
                     continue
-                if self.race.clock() - begun > seconds:
+                if self.race.clock() - begun > limit:
                     break
                 matrices = [Matrix.of(layer) for layer in layers]
                 new[shape, rows] = self.race.verdict(matrices, rows, self.dtype)
@@ -78,6 +83,10 @@ class RowKernels:
         self.arrange()
         if new and self.folder is not None:
             on_file.write(self.folder, self.key, new)
+
+    def lacks(self, widths: Iterable[int]) -> bool:
+        """Whether a shape has no verdict for one of these widths."""
+        return any((shape, rows) not in self.verdicts for shape in self.shapes for rows in widths)
 
     def arrange(self) -> None:
         """Make the classes that layers take on, by the number of rows of a forward. In exact mode
@@ -109,7 +118,7 @@ class RowKernels:
             for (layer, _), cls in zip(swaps, classes, strict=True):
                 layer.__class__ = cls
 
-    def check(self, widths: Iterable[int], depths: Collection[int] = DEPTHS) -> None:
+    def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
         """In exact mode: compare verify forwards of these widths with as many forwards over one
         row, bit for bit. Until a width has passed, it may not be verified."""
         asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
@@ -179,6 +188,27 @@ class RowKernels:
             parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
             lines.append(f"{len(layers)} x [{shape}]: {'; '.join(parts) or 'not raced yet'}")
         return lines
+
+
+def prepare(
+    target: Target, mode: str, widths: Iterable[int], folder: Path | None, newest: bool = False
+) -> RowKernels:
+    """The kernels of a target whose verify forwards have these widths, raced and, in exact mode,
+    checked; verdicts are kept in a folder. newest: see `Race`.
+
+    Without Metal, "auto" races an unpacked product at the widths at which an optimised BLAS gives
+    other bits than plain decoding anyway.
+    """
+    machine, asked = Machine.here(), frozenset(widths)
+    if mode == "auto" and not machine.metal and blas_differs():
+        machine = replace(machine, differing=asked)
+        kernels = RowKernels(target, Race(mode, machine), folder)
+        if kernels.lacks(asked):  # asking the target takes seconds
+            machine = replace(machine, differing=differing_widths(target, asked))
+    kernels = RowKernels(target, Race(mode, machine, newest=newest), folder)
+    kernels.settle(asked)
+    kernels.check(asked)
+    return kernels
 
 
 def in_words(verdict: Verdict) -> str:

@@ -232,6 +232,28 @@ def test_unpacked_is_the_product(bits: int, group: int, mode: str) -> None:
     assert mx.allclose(UNPACKED(x, weight), wanted, rtol=1e-4, atol=1e-3).item()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_order_of_a_long_sum_is_no_fault(track: Track, order: int) -> None:
+    """Truth is MLX's own float32, from which stock can't differ; a wrong scale is a fault still."""
+    weight, x = matrix((16, 4096), 4, 64, mx.float32), normal((4, 4096))
+
+    def unpacked(y: mx.array, _: int) -> mx.array:
+        rows = mx.dequantize(weight.weight, weight.scales, weight.biases, 64, 4)[:, ::order]
+        return (
+            mx.concatenate([x[:, ::order][:, i::2] @ rows[:, i::2].T for i in (0, 1)])
+            .reshape(2, 4, 16)
+            .sum(axis=0)
+        )
+
+    track.tile.spoil = unpacked
+    race = track.race()
+    right, _ = race.check([STOCK, Tile(2, 8)], x, [weight])
+    assert set(right) == {STOCK, Tile(2, 8)}
+    track.tile.spoil = lambda y, _: y * 1.0001
+    right, _ = race.check([STOCK, Tile(2, 8)], x, [weight])
+    assert set(right) == {STOCK}
+
+
 def test_dense_rows_take_part(track: Track) -> None:
     won = run(track.race(), [Matrix(normal((24, 512)))])
     assert isinstance(won.product, Tile)

@@ -16,9 +16,10 @@ from dspine_mlx.metal.rows_exact import (
     forms,
     rows_exact,
 )
+from dspine_mlx.target.race import Race
 from tests.msl import Emulator, KernelError, toolchain
 from tests.support import mlx_one_row
-from tests.support.metal_device import emulator, launch, needs_emulator, normal, wide
+from tests.support.metal_device import emulator, launch, needs_emulator, needs_metal, normal, wide
 from tests.support.mlx_one_row import is_fast, one_row
 from tests.support.rows import matrix, product
 
@@ -117,6 +118,18 @@ def test_each_tile_of_rows_reads_the_weights_once(cut: tuple[int, int], reads: i
     traffic = emulator(ROWS_EXACT).traffic["weight"]
     assert traffic.touched == weight.weight.nbytes
     assert traffic.loaded == reads * weight.weight.nbytes
+
+
+@needs_metal
+@pytest.mark.parametrize(("bits", "group", "dtype", "whole"), CASES)
+def test_on_metal_a_form_has_the_bits_of_mlx(
+    bits: int, group: int, dtype: mx.Dtype, whole: bool
+) -> None:
+    """Against MLX's own product of one row, on the GPU at hand: the form that a race would find."""
+    x, weight = case(bits, group, dtype, whole)
+    form = Race("exact").form(weight, x)
+    assert form is not None
+    assert mx.array_equal(rows_exact(x, weight, Exact(form)), rows_exact(x, weight)).item()
 
 
 FAULTS = {  # the last bit flipped, another order, another row's scale

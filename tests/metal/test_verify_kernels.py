@@ -15,15 +15,14 @@ import dspine_mlx
 from dspine_mlx.metal.rows import ROWS_TILE
 from dspine_mlx.metal.rows_exact import ROWS_EXACT
 from dspine_mlx.target import race
-from dspine_mlx.target.row_kernels import RowKernels
+from dspine_mlx.target.row_kernels import RowKernels, prepare
 from tests.msl import Emulator
 from tests.support import mlx_one_row
 from tests.support.families import build, scripted_drafter
-from tests.support.metal_device import needs_emulator
+from tests.support.metal_device import needs_emulator, needs_metal
 from tests.support.racing import Track
 from tests.support.tiny import plain_steps, random_prompt, same_steps
 
-pytestmark = needs_emulator
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "tie_word_embeddings": True}
 FAMILIES = ("qwen3", "qwen3_5")  # attention; gated delta in every other layer
 WIDTHS, TOKENS = range(2, 6), 12
@@ -67,6 +66,7 @@ def steps(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Any, prompt: l
     return [(r.token, r.logprobs) for r in responses]
 
 
+@needs_emulator
 @pytest.mark.parametrize("mode", ["auto", "exact"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding(
@@ -96,6 +96,7 @@ def test_decoding(
         assert not same_steps(ours, plain)
 
 
+@needs_emulator
 def test_the_whole_model_check_refuses_a_last_bit(
     track: Track, models: dict[str, nn.Module], tokenizer: TokenizerWrapper
 ) -> None:
@@ -121,6 +122,7 @@ def flipped(y: mx.array) -> mx.array:
     return (y.view(mx.uint32) ^ last.astype(mx.uint32)).view(y.dtype)
 
 
+@needs_emulator
 def test_no_width_is_verified_before_the_check(
     track: Track, models: dict[str, nn.Module], tokenizer: TokenizerWrapper
 ) -> None:
@@ -138,3 +140,19 @@ def test_no_width_is_verified_before_the_check(
     )
     assert [r.token for r in responses] == [token for token, _ in plain]
     assert track.exact.calls == 0
+
+
+@needs_metal
+def test_on_metal_an_exact_target_decodes_as_it_does_alone(
+    models: dict[str, nn.Module], tokenizer: TokenizerWrapper
+) -> None:
+    """On the GPU at hand, at whatever widths have passed the check."""
+    model, prompt = models["qwen3"], random_prompt(9)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=TOKENS)
+    drafter = scripted_drafter(model, prompt + [token for token, _ in plain], "right")
+    kernels = prepare(drafter.target, "exact", WIDTHS, None)
+    print("\n".join(kernels.explain()))
+    assert kernels.width_limit > 1
+    drafter.target.verify_kernels = kernels
+    ours = steps(model, tokenizer, drafter, prompt)
+    assert [token for token, _ in ours] == [token for token, _ in plain]

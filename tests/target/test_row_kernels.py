@@ -20,6 +20,7 @@ from dspine_mlx.target.rollback import Rollback
 from dspine_mlx.target.row_kernels import RowKernels, linear_layers, prepare
 from dspine_mlx.target.verdicts import Shape
 from tests.support.families import FAMILIES, build
+from tests.support.metal_device import without_metal
 from tests.support.racing import CPU, M2, M5, Track
 from tests.support.tiny import tiny_target
 
@@ -263,6 +264,7 @@ def test_exact_kernels_serve_what_they_can(track: Track) -> None:
     assert track.exact.calls == before + 1
 
 
+@without_metal
 def test_preparing_on_the_wheels_blas_races_nothing(target: Target, tmp_path: Path) -> None:
     """Whose several rows have plain decoding's bits; "off" and "auto" leave the target alone."""
     types = classes(target)
@@ -276,6 +278,7 @@ def test_preparing_on_the_wheels_blas_races_nothing(target: Target, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@without_metal
 def test_preparing_an_exact_target_checks_it(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +290,7 @@ def test_preparing_an_exact_target_checks_it(
     assert kernels.explain()[0].endswith("up to 4 rows, as checked.")
 
 
+@without_metal
 def test_preparing_with_an_optimised_blas(
     target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

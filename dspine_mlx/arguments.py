@@ -1,0 +1,158 @@
+"""Numbers and token ids on their way to MLX, which checks neither.
+
+MLX divides by a group size of 0, reads outside an embedding, and wraps what does not fit into 32
+bits. So Python, command line and server all check here first; everything else is an `InputError`.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.round.policy import Policy
+from dspine_mlx.target.model import EMBEDDINGS, find_body, weight_shape
+
+INT32 = (1 << 31) - 1  # MLX counts an array's rows and columns in 32 bits
+SEEDS = (1 << 64) - 1
+KV_BITS = (1, 2, 3, 4, 5, 6, 8)  # what mx.quantize packs
+KV_GROUPS = (32, 64, 128)
+COLDEST = 1e-30  # logprobs / temp must stay in float32's range, or no token is left to draw
+
+
+def check_whole(name: str, value: Any, low: int, high: int = INT32) -> None:
+    """An int from low to high: no bool, float, string or NumPy scalar, whatever its value."""
+    if type(value) is not int:
+        kind = type(value).__name__
+        raise InputError(f"{name} is {value!r}, of type {kind}; it must be an int from {low} on")
+    if value < low:
+        raise InputError(f"{name} is {value}; it must be at least {low}")
+    if value > high:
+        raise InputError(f"{name} is {value}; it must be at most {high}")
+
+
+def check_real(name: str, value: Any, low: float, high: float) -> None:
+    """An int or float from low to high: no bool, no NaN."""
+    if type(value) not in (int, float):
+        kind = type(value).__name__
+        raise InputError(f"{name} is {value!r}, of type {kind}; it must be a number")
+    if not low <= value <= high:
+        raise InputError(f"{name} is {value}; it must lie in [{low}, {high}]")
+
+
+def check_seed(seed: Any) -> None:
+    check_whole("seed", seed, 0, SEEDS)
+
+
+def check_temperature(temp: Any) -> None:
+    """0 (greedy), or a temperature whose reciprocal MLX can multiply logprobs by."""
+    check_real("temperature", temp, 0, math.inf)
+    if 0 < temp < COLDEST or temp == math.inf:
+        raise InputError(
+            f"temperature is {temp}; it must be 0 (greedy), or a number of at least {COLDEST}"
+        )
+
+
+def check_top_k(top_k: Any, vocabulary: int) -> None:
+    """mlx-lm's top-k partitions the vocabulary at k: it must be smaller, or 0 for off."""
+    check_whole("top_k", top_k, 0)
+    if top_k >= vocabulary:
+        raise InputError(
+            f"top_k is {top_k}; it must be below the vocabulary's {vocabulary} tokens, or 0 for all"
+        )
+
+
+def check_max_tokens(max_tokens: Any) -> None:
+    check_whole("max_tokens", max_tokens, -1)
+    if max_tokens == 0:
+        raise InputError("max_tokens is 0; it must be at least 1, or -1 for no limit")
+
+
+def check_verify_length(verify_length: Any) -> None:
+    """An int from 0 on, "auto", or a policy (see `dspine_mlx.round.policy`)."""
+    if isinstance(verify_length, Policy) or verify_length == "auto":
+        return
+    if type(verify_length) is not int or not 0 <= verify_length <= INT32:
+        raise InputError(
+            f"verify_length is {verify_length!r}; it must be 'auto', a policy, or an int from 0 on"
+        )
+
+
+def check_cache_sizes(prefill_step_size: Any, max_kv_size: Any) -> None:
+    check_whole("prefill_step_size", prefill_step_size, 1)
+    if max_kv_size is not None:
+        check_whole("max_kv_size", max_kv_size, 8)  # mlx-lm keeps the first 4 and some new ones
+
+
+def check_kv_quantization(bits: Any, group_size: Any, start: Any) -> None:
+    """mlx-lm's kv_bits, kv_group_size and quantized_kv_start, even where kv_bits is None."""
+    if bits is not None and (type(bits) is not int or bits not in KV_BITS):
+        raise InputError(f"kv_bits is {bits!r}; it must be one of {listed(KV_BITS)}, or left out")
+    if type(group_size) is not int or group_size not in KV_GROUPS:
+        raise InputError(f"kv_group_size is {group_size!r}; it must be one of {listed(KV_GROUPS)}")
+    check_whole("quantized_kv_start", start, 0)
+
+
+def listed(numbers: Iterable[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}"
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Rows of a model's embedding; None where a model of mlx-lm's keeps it in an unknown place."""
+    try:
+        _, body = find_body(model)
+    except InputError:
+        return None
+    return weight_shape(next(body[name] for name in EMBEDDINGS if name in body))[0]
+
+
+def prompt_ids(prompt: Any, vocabulary: int | None) -> mx.array:
+    """A prompt's token ids [n] as MLX takes them: of a flat list, or of a 1-D integer array.
+
+    vocabulary: rows of the target's embedding, beyond which MLX would read other memory; None
+    where that is not known.
+    """
+    last = INT32 if vocabulary is None else vocabulary - 1
+    if isinstance(prompt, list | tuple):
+        wrong = next((t for t in prompt if type(t) is not int), None)
+        if wrong is not None:
+            raise InputError(f"the prompt has {wrong!r} among its token ids; each must be an int")
+        size = len(prompt)
+    else:
+        check_array(prompt)
+        size = prompt.size
+    if size == 0:
+        raise InputError("the prompt is empty; give at least one token")
+    ends = (min(prompt), max(prompt)) if isinstance(prompt, list | tuple) else array_ends(prompt)
+    for token in ends:
+        if not 0 <= token <= last:
+            raise InputError(
+                f"the prompt has the token id {token}, but the target's embedding has ids from 0 "
+                f"to {last}; the ids or the tokenizer are another model's"
+            )
+    return mx.array(prompt)
+
+
+def array_ends(prompt: mx.array | np.ndarray) -> tuple[int, int]:
+    return int(prompt.min().item()), int(prompt.max().item())
+
+
+def check_array(prompt: Any) -> None:
+    if isinstance(prompt, mx.array):
+        whole = mx.issubdtype(prompt.dtype, mx.integer)
+    elif isinstance(prompt, np.ndarray):
+        whole = bool(np.issubdtype(prompt.dtype, np.integer))
+    else:
+        raise InputError(
+            f"the prompt is a {type(prompt).__name__}; it must be a string, a flat list of token "
+            "ids, or a 1-D integer array"
+        )
+    if prompt.ndim != 1 or not whole:
+        raise InputError(
+            f"the prompt is a {prompt.dtype} array of shape {tuple(prompt.shape)}; token ids must "
+            "be a 1-D integer array"
+        )

@@ -73,7 +73,9 @@ def check_max_tokens(max_tokens: Any) -> None:
 
 def check_verify_length(verify_length: Any) -> None:
     """An int from 0 on, "auto", or a policy (see `dspine_mlx.round.policy`)."""
-    if isinstance(verify_length, Policy) or verify_length == "auto":
+    if isinstance(verify_length, str) and verify_length == "auto":
+        return
+    if isinstance(verify_length, Policy) and not isinstance(verify_length, type):
         return
     if type(verify_length) is not int or not 0 <= verify_length <= INT32:
         raise InputError(
@@ -117,17 +119,11 @@ def prompt_ids(prompt: Any, vocabulary: int | None) -> mx.array:
     where that is not known.
     """
     last = INT32 if vocabulary is None else vocabulary - 1
-    if isinstance(prompt, list | tuple):
-        wrong = next((t for t in prompt if type(t) is not int), None)
-        if wrong is not None:
-            raise InputError(f"the prompt has {wrong!r} among its token ids; each must be an int")
-        size = len(prompt)
-    else:
-        check_array(prompt)
-        size = prompt.size
-    if size == 0:
+    check_sequence(prompt)
+    if len(prompt) == 0:
         raise InputError("the prompt is empty; give at least one token")
-    ends = (min(prompt), max(prompt)) if isinstance(prompt, list | tuple) else array_ends(prompt)
+    listed = isinstance(prompt, list | tuple)
+    ends = (min(prompt), max(prompt)) if listed else (prompt.min().item(), prompt.max().item())
     for token in ends:
         if not 0 <= token <= last:
             raise InputError(
@@ -137,11 +133,15 @@ def prompt_ids(prompt: Any, vocabulary: int | None) -> mx.array:
     return mx.array(prompt)
 
 
-def array_ends(prompt: mx.array | np.ndarray) -> tuple[int, int]:
-    return int(prompt.min().item()), int(prompt.max().item())
-
-
-def check_array(prompt: Any) -> None:
+def check_sequence(prompt: Any) -> None:
+    """A flat list or tuple of ints, or a 1-D integer array."""
+    if isinstance(prompt, list | tuple):
+        wrong = [token for token in prompt if type(token) is not int]
+        if wrong:
+            raise InputError(
+                f"the prompt has {wrong[0]!r} among its token ids; each must be an int"
+            )
+        return
     if isinstance(prompt, mx.array):
         whole = mx.issubdtype(prompt.dtype, mx.integer)
     elif isinstance(prompt, np.ndarray):

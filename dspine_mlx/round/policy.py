@@ -1,7 +1,7 @@
 """What generation asks of a policy and tells it, and the simplest one: a fixed length."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
@@ -10,6 +10,7 @@ from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
 
+@runtime_checkable
 class Policy(Protocol):
     """What generation asks, and tells."""
 

@@ -55,7 +55,9 @@ class Misfit:
         self.tokens += 1 + accepted
         self.accepted += accepted > 0
         self.promised += usual if chance is None else chance
-        self.log_ratio += -math.log(HARD) if accepted else math.log((1 - least / HARD) / (1 - least))
+        self.log_ratio += (
+            -math.log(HARD) if accepted else math.log((1 - least / HARD) / (1 - least))
+        )
         wrong = self.log_ratio >= -math.log(ERROR_RATE)
         self.over = wrong or self.rounds >= ROUNDS
         return self.warning() if wrong else None

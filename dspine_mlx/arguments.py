@@ -13,7 +13,6 @@ import mlx.nn as nn
 import numpy as np
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.policy import Policy
 from dspine_mlx.target.model import EMBEDDINGS, find_body, weight_shape
 
 INT32 = (1 << 31) - 1  # MLX counts an array's rows and columns in 32 bits
@@ -69,18 +68,6 @@ def check_max_tokens(max_tokens: Any) -> None:
     check_whole("max_tokens", max_tokens, -1)
     if max_tokens == 0:
         raise InputError("max_tokens is 0; it must be at least 1, or -1 for no limit")
-
-
-def check_verify_length(verify_length: Any) -> None:
-    """An int from 0 on, "auto", or a policy (see `dspine_mlx.round.policy`)."""
-    if isinstance(verify_length, str) and verify_length == "auto":
-        return
-    if isinstance(verify_length, Policy) and not isinstance(verify_length, type):
-        return
-    if type(verify_length) is not int or not 0 <= verify_length <= INT32:
-        raise InputError(
-            f"verify_length is {verify_length!r}; it must be 'auto', a policy, or an int from 0 on"
-        )
 
 
 def check_cache_sizes(prefill_step_size: Any, max_kv_size: Any) -> None:

@@ -18,13 +18,12 @@ from dspine_mlx.arguments import (
     check_seed,
     check_temperature,
     check_top_k,
-    check_verify_length,
     check_whole,
     prompt_ids,
     vocabulary_of,
 )
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.policy import Fixed
+from dspine_mlx.round.policy import Fixed, check_verify_length
 
 NO_INTS = [2.0, True, "3", None, [3], np.int64(3), mx.array(3), float("nan"), 3 + 0j]
 

@@ -32,8 +32,9 @@ def inspect(
 
 
 def show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from dspine_mlx.cli.screen import console
 
     table = Table(box=None, show_header=False)
     for name, value in facts.items():
@@ -46,4 +47,4 @@ def show(facts: dict[str, Any]) -> None:
         elif type(value) is int:
             value = f"{value:,}"
         table.add_row(name.replace("_", " "), str(value))
-    Console().print(table, markup=False)
+    console().print(table, markup=False)

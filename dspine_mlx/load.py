@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,12 +15,13 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
 from dspine_mlx.checkpoints.transfer_space import SPACE, rebuilt_codes
-from dspine_mlx.convert.plan import stated_packing
+from dspine_mlx.convert.plan import LARGE, packing_of, stated_packing
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import open_target
 
 DRAFTER_FILES = ("*.json", "*.safetensors")
 DEMO = Path(__file__).parent / "demo"
@@ -34,13 +34,14 @@ def load(
     revision: str | None = None,
     draft_revision: str | None = None,
     kernels: str = "auto",
+    draft_quant: int | None = None,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper, DFlash | None]:
     """A target, its tokenizer, and a drafter bound to it.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
-    comes without a drafter (None). kernels: see `load_drafter`. options go to mlx_lm.load
-    (tokenizer_config, adapter_path ...).
+    comes without a drafter (None). kernels, draft_quant: see `load_drafter`. options go to
+    mlx_lm.load (tokenizer_config, adapter_path ...).
     """
     if model is None and draft is None:
         model, draft = DEMO / "target", DEMO / "drafter"
@@ -50,19 +51,22 @@ def load(
         read_config(resolve(draft, draft_revision))
     folder = resolve(model, revision, DEFAULT_ALLOW_PATTERNS)
     read_config(folder)
-    try:
-        target, tokenizer = mlx_lm.load(str(folder), **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{model} can't be loaded as a target: {reason}") from error
+    target, tokenizer = open_target(folder, str(model), **options)
     if draft is None:
         return target, tokenizer, None
-    drafter = load_drafter(draft, target, revision=draft_revision, kernels=kernels)
+    drafter = load_drafter(
+        draft, target, revision=draft_revision, kernels=kernels, draft_quant=draft_quant
+    )
     return target, tokenizer, drafter
 
 
 def load_drafter(
-    path: str | Path, model: nn.Module, *, revision: str | None = None, kernels: str = "auto"
+    path: str | Path,
+    model: nn.Module,
+    *,
+    revision: str | None = None,
+    kernels: str = "auto",
+    draft_quant: int | None = None,
 ) -> DFlash:
     """A drafter from a folder or the Hub, bound to the target's embedding and head.
 
@@ -72,12 +76,16 @@ def load_drafter(
 
     kernels: "auto" runs the package's Metal kernels where there is Metal and they pass their check
     at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
+    draft_quant: 4 or 8 packs the drafter's large matrices to so many bits; None: as they come.
     """
+    check_draft_quant(draft_quant)
     chosen = Kernels(kernels)
     folder, target = resolve(path, revision), Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
     drafter = assemble_drafter(checkpoint, target, chosen)
+    if draft_quant is not None:
+        pack_large(drafter, draft_quant)
     drafter.folder = folder
     return drafter
 
@@ -187,6 +195,24 @@ def quantize_like(drafter: DFlash, paths: Collection[str], config: Mapping[str, 
         return how
 
     nn.quantize(drafter, class_predicate=packed)
+
+
+def check_draft_quant(bits: int | None) -> None:
+    if bits is not None and (type(bits) is not int or bits not in (4, 8)):
+        raise InputError(f"draft_quant is {bits!r}; it must be 4 or 8 bits, or left out")
+
+
+def pack_large(drafter: DFlash, bits: int) -> None:
+    """Quantise a loaded drafter's large matrices, those that `convert --quantize` packs."""
+    packing = packing_of("affine", bits, None)
+
+    def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        plain = isinstance(module, nn.Linear | nn.Embedding)
+        fits = plain and module.weight.shape[-1] % packing["group_size"] == 0
+        return packing if fits and LARGE.fullmatch(f"{path}.weight") else False
+
+    nn.quantize(drafter, class_predicate=packed)
+    mx.eval(drafter.parameters())
 
 
 def check_finite(weights: dict[str, mx.array]) -> None:

@@ -58,9 +58,12 @@ class Checkpoint:
 
     def build(self) -> DFlash:
         """The drafter with these settings; its weights are whatever modules start from."""
-        drafter = METHODS[self.method][0](self.config)
-        if isinstance(drafter, DSpark):
-            drafter.add_ends(self.sources)
+        try:
+            drafter = METHODS[self.method][0](self.config)
+            if isinstance(drafter, DSpark):
+                drafter.add_ends(self.sources)
+        except OverflowError as error:  # a product of sizes that each are within their limits
+            raise InputError(f"sizes in {self.folder}/config.json are too large: {error}") from error
         return drafter
 
     def check(self, drafter: DFlash, given: Collection[str] = ()) -> None:

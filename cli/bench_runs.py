@@ -25,6 +25,7 @@ from dspine_mlx.measure.compare import (
     make_way,
     out_of_memory,
     summaries,
+    untimed,
     verify_length,
 )
 from dspine_mlx.measure.phases import split
@@ -155,7 +156,7 @@ def add_energy(
 
 
 def count(run: Run, max_tokens: int, prompt: list[int]) -> int:
-    return sum(1 for _ in run(prompt, max_tokens))
+    return sum(1 for _ in run(prompt, max_tokens, untimed))
 
 
 def at_once(

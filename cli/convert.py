@@ -286,7 +286,7 @@ def run_probe(out: Path, target: str, result: dict[str, Any]) -> bool:
         else ""
     )
     typer.echo(
-        f"Probe: {found.acceptance_length:.2f} tokens a round over {found.rounds} rounds{verdict}",
+        f"Probe: {found.acceptance_length:.2f} tokens per round over {found.rounds} rounds{verdict}",
         err=True,
     )
     return not found.misread

@@ -313,7 +313,7 @@ def evaluate(
         part = report[name]
         low, high = part["interval"]
         typer.echo(
-            f"{name}: {part['acceptance_length']:.2f} tokens a round ({low:.2f} to {high:.2f}), "
+            f"{name}: {part['acceptance_length']:.2f} tokens per round ({low:.2f} to {high:.2f}), "
             f"prompt lookup {part['prompt_lookup']:.2f}"
         )
         typer.echo("  by slot: " + " ".join(f"{rate:.2f}" for rate in part["slots"]))

@@ -50,7 +50,7 @@ def test_the_pair_that_ships_generates_offline(tokenizer: TokenizerWrapper) -> N
     assert result.returncode == 0, result.stderr
     assert result.stdout == wanted(tokenizer, PROMPT) + "\n"
     assert "pair that ships with dspine-mlx" in result.stderr
-    assert "tokens a round" in result.stderr
+    assert "tokens per round" in result.stderr
 
 
 def test_json_is_the_last_line_and_complete(tokenizer: TokenizerWrapper) -> None:

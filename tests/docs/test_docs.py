@@ -79,7 +79,7 @@ def check_generate(call: Call) -> None:
         assert report["rounds"] > 0
         text = report["text"]
     elif not call.params["quiet"]:
-        assert ("tokens a round" in call.stderr) == (call.params["verify_length"] != "0")
+        assert ("tokens per round" in call.stderr) == (call.params["verify_length"] != "0")
     if call.params["temp"] == 0 or call.params["seed"] is not None:
         assert text == wanted_text(call.params)
     assert text.strip()
@@ -132,7 +132,7 @@ def check_report(call: Call) -> None:
 
 
 def check_eval(call: Call) -> None:
-    assert "tokens a round" in call.stdout
+    assert "tokens per round" in call.stdout
 
 
 CHECKS: dict[str, Callable[[Call], None]] = {
@@ -152,7 +152,7 @@ CHECKS: dict[str, Callable[[Call], None]] = {
 def check_readme(names: dict[str, Any], printed: str) -> None:
     params = understood(["generate", "-p", "Why is the sky blue?", "-m", "100"]).params
     assert printed.startswith(wanted_text(params) + "\n")
-    assert printed.endswith(" tokens a round\n")
+    assert printed.endswith(" tokens per round\n")
 
 
 def check_families(names: dict[str, Any], printed: str) -> None:
@@ -182,7 +182,7 @@ def check_python(names: dict[str, Any], printed: str) -> None:
     model, tokenizer, prompt = names["model"], names["tokenizer"], names["prompt"]
     assert len(names["words"]) > 20
     assert names["drafted"] == names["plain"]
-    assert "tokens a round" in printed
+    assert "tokens per round" in printed
     assert "there is no folder no/such/folder" in printed
     tokens = list[int]()
     for turn, name in ((prompt, "first"), (names["more"], "second"), (names["more"], "third")):

@@ -15,8 +15,8 @@ from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
-from dspine_mlx.cli.report import report
 from dspine_mlx.cli.options import SeveralValues
+from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.cli.train import app as train
 from dspine_mlx.errors import InputError

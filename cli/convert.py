@@ -176,10 +176,12 @@ class Bar:
     """A progress bar of bytes on standard error."""
 
     def __init__(self, hidden: bool):
-        from rich.console import Console
         from rich.progress import Progress
 
-        self.progress = Progress(console=Console(stderr=True), disable=hidden)
+        from dspine_mlx.cli.screen import console
+
+        screen = console(stderr=True)
+        self.progress = Progress(console=screen, disable=hidden or not screen.is_terminal)
         self.task = self.progress.add_task("Converting", total=None)
 
     def __enter__(self) -> "Bar":
@@ -286,7 +288,7 @@ def run_probe(out: Path, target: str, result: dict[str, Any]) -> bool:
         else ""
     )
     typer.echo(
-        f"Probe: {found.acceptance_length:.2f} tokens per round over {found.rounds} rounds{verdict}",
+        f"Probe: {found.acceptance_length:.2f} tokens per round, of {found.rounds}{verdict}",
         err=True,
     )
     return not found.misread

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -213,9 +213,7 @@ def generate(
     ] = False,
     verbose: Annotated[
         str,
-        typer.Option(
-            help="As in mlx_lm.generate: False or F is --quiet.", rich_help_panel=OUTPUT
-        ),
+        typer.Option(help="As in mlx_lm.generate: False or F is --quiet.", rich_help_panel=OUTPUT),
     ] = "True",
     as_json: Annotated[
         bool,

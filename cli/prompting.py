@@ -74,10 +74,14 @@ def has_template(tokenizer: "TokenizerWrapper", system_prompt: str | None) -> bo
     return tokenizer.has_chat_template
 
 
-def messages_of(prompt: str, system_prompt: str | None, prefill: str | None) -> list[dict[str, str]]:
+def messages_of(
+    prompt: str, system_prompt: str | None, prefill: str | None
+) -> list[dict[str, str]]:
     messages = [{"role": "user", "content": prompt}]
     if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": readable("--system-prompt", system_prompt)})
+        messages.insert(
+            0, {"role": "system", "content": readable("--system-prompt", system_prompt)}
+        )
     if prefill is not None:
         messages.append({"role": "assistant", "content": readable("--prefill-response", prefill)})
     return messages
@@ -97,15 +101,21 @@ def apply_template(
     prefilled = messages[-1]["role"] == "assistant"
     how = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled}
     try:
-        if not as_suffix:
-            return list(tokenizer.apply_chat_template(messages, **how, **arguments))
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **how, **arguments)
-        tried = [m | {"content": QUERY} if m["role"] == "user" else m for m in messages]
-        frame = tokenizer.apply_chat_template(tried, tokenize=False, **how, **arguments)
-        return tokenizer.encode(text[frame.index(QUERY) :], add_special_tokens=False)
+        if as_suffix:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **how, **arguments)
+            tried = [m | {"content": QUERY} if m["role"] == "user" else m for m in messages]
+            frame = tokenizer.apply_chat_template(tried, tokenize=False, **how, **arguments)
+            ids = tokenizer.encode(text[frame.index(QUERY) :], add_special_tokens=False)
+        else:
+            ids = list(tokenizer.apply_chat_template(messages, **how, **arguments))
     except Exception as error:  # noqa: BLE001  a template is a program of the model's publisher
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
             f"this model's chat template fails on the prompt: {reason}; see --chat-template-args, "
             "or use --ignore-chat-template"
         ) from error
+    if not ids:
+        raise InputError(
+            "this model's chat template makes nothing of the prompt; use --ignore-chat-template"
+        )
+    return ids

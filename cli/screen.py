@@ -27,8 +27,7 @@ def print_table(screen: Console, names: Sequence[str], rows: Sequence[Sequence[A
     into further tables below, with the labels again."""
     columns = [[str(row[i]) for row in rows] for i in range(len(names))]
     widths = [
-        GAP + max(map(cell_len, (name, *cells)))
-        for name, cells in zip(names, columns, strict=True)
+        GAP + max(map(cell_len, (name, *cells))) for name, cells in zip(names, columns, strict=True)
     ]
     for shown in split(widths, screen.width):
         table = Table(box=None, padding=(0, GAP, 0, 0))

@@ -229,7 +229,6 @@ def interruptible() -> "Iterator[Event]":
 
 
 def progress_bar() -> "Progress":
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -238,8 +237,12 @@ def progress_bar() -> "Progress":
         TimeRemainingColumn,
     )
 
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+    from dspine_mlx.cli.screen import console
+
+    screen = console(stderr=True)
+    what = TextColumn("{task.description}")
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=screen, disable=not screen.is_terminal)
 
 
 @app.command("regenerate")

@@ -63,7 +63,7 @@ class Checkpoint:
             if isinstance(drafter, DSpark):
                 drafter.add_ends(self.sources)
         except OverflowError as error:  # a product of sizes that each are within their limits
-            raise InputError(f"sizes in {self.folder}/config.json are too large: {error}") from error
+            raise InputError(f"the drafter's config.json has too large sizes: {error}") from error
         return drafter
 
     def check(self, drafter: DFlash, given: Collection[str] = ()) -> None:

@@ -103,6 +103,8 @@ class Contest:
             "tokens_per_second": median(crowd.tokens_per_second for crowd in crowds),
             "speedup": median(ratios) if ratios else None,
             "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
+            "texts": sum(len(crowd.replies) for crowd in crowds),
+            "texts_in_ratios": sum(len(c.replies) for c in crowds if c.long_enough),
             "first_text_seconds": median(first),
             "last_first_text_seconds": median(
                 max(reply.first_text for reply in crowd.replies) for crowd in crowds

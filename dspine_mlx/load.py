@@ -18,6 +18,7 @@ from dspine_mlx.checkpoints.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.convert.plan import LARGE, packing_of, stated_packing
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
@@ -36,7 +37,7 @@ def load(
     kernels: str = "auto",
     draft_quant: int | None = None,
     **options: Any,
-) -> tuple[nn.Module, TokenizerWrapper, DFlash | None]:
+) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
     """A target, its tokenizer, and a drafter bound to it.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
@@ -67,7 +68,7 @@ def load_drafter(
     revision: str | None = None,
     kernels: str = "auto",
     draft_quant: int | None = None,
-) -> DFlash:
+) -> Drafter:
     """A drafter from a folder or the Hub, bound to the target's embedding and head.
 
     The folder may be a checkpoint as published, or one that `dspine_mlx.convert` has written.
@@ -83,30 +84,35 @@ def load_drafter(
     folder, target = resolve(path, revision), Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
-    drafter = assemble_drafter(checkpoint, target, chosen)
-    if draft_quant is not None:
-        pack_large(drafter, draft_quant)
+    drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
     drafter.folder = folder
     return drafter
 
 
-def assemble_drafter(checkpoint: Checkpoint, target: Target, kernels: Kernels = OFF) -> DFlash:
+def assemble_drafter(
+    checkpoint: Checkpoint,
+    target: Target,
+    kernels: Kernels = OFF,
+    draft_quant: int | None = None,
+) -> Drafter:
     """The drafter of an opened checkpoint, with its weights, bound to a target."""
     with same_random_state():
-        drafter = checkpoint.build()
-    quantize_like(drafter, checkpoint.sources, checkpoint.raw)
-    checkpoint.check(drafter)
+        network = checkpoint.build()
+    quantize_like(network, checkpoint.sources, checkpoint.raw)
+    checkpoint.check(network)
     weights = checkpoint.arrays()
     check_finite(weights)
     if SPACE[0] in weights:
         weights[CODES] = rebuilt_codes({name: weights.pop(name) for name in SPACE}, target)
-    drafter.load_weights(list(weights.items()))
-    drafter.set_dtype(target.dtype)
-    drafter.freeze()
+    network.load_weights(list(weights.items()))
+    network.set_dtype(target.dtype)
+    if draft_quant is not None:
+        pack_large(network, draft_quant)
+    network.freeze()
     mx.eval(
-        [value for m in drafter.modules() for value in m.values() if isinstance(value, mx.array)]
+        [value for m in network.modules() for value in m.values() if isinstance(value, mx.array)]
     )
-    return drafter.bind(target, kernels)
+    return network.bind(target, kernels)
 
 
 @contextmanager
@@ -175,7 +181,7 @@ def check_target(config: DrafterConfig, target: Target) -> None:
         raise InputError(f"this drafter does not fit this target: {'; '.join(problems)}")
 
 
-def quantize_like(drafter: DFlash, paths: Collection[str], config: Mapping[str, Any]) -> None:
+def quantize_like(network: DFlash, paths: Collection[str], config: Mapping[str, Any]) -> None:
     """Turn the modules that the checkpoint holds packed into quantised ones."""
     settings = config.get("quantization")
     if settings is None:
@@ -194,7 +200,7 @@ def quantize_like(drafter: DFlash, paths: Collection[str], config: Mapping[str, 
             )
         return how
 
-    nn.quantize(drafter, class_predicate=packed)
+    nn.quantize(network, class_predicate=packed)
 
 
 def check_draft_quant(bits: int | None) -> None:
@@ -202,7 +208,7 @@ def check_draft_quant(bits: int | None) -> None:
         raise InputError(f"draft_quant is {bits!r}; it must be 4 or 8 bits, or left out")
 
 
-def pack_large(drafter: DFlash, bits: int) -> None:
+def pack_large(network: DFlash, bits: int) -> None:
     """Quantise a loaded drafter's large matrices, those that `convert --quantize` packs."""
     packing = packing_of("affine", bits, None)
 
@@ -211,8 +217,7 @@ def pack_large(drafter: DFlash, bits: int) -> None:
         fits = plain and module.weight.shape[-1] % packing["group_size"] == 0
         return packing if fits and LARGE.fullmatch(f"{path}.weight") else False
 
-    nn.quantize(drafter, class_predicate=packed)
-    mx.eval(drafter.parameters())
+    nn.quantize(network, class_predicate=packed)
 
 
 def check_finite(weights: dict[str, mx.array]) -> None:

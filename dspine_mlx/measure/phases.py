@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.sample_utils import greedy_sampler
 
-from dspine_mlx.drafters.dflash import DFlash, SlotwiseProposal
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import make_caches
 from dspine_mlx.measure.compare import Pair
@@ -119,12 +120,13 @@ def split(models: Pair, prompt: list[int], length: int, max_tokens: int = 64) ->
 
 
 @contextmanager
-def prefilled(models: Pair, drafter: DFlash, prompt: list[int]) -> Iterator[Text]:
+def prefilled(models: Pair, drafter: Drafter, prompt: list[int]) -> Iterator[Text]:
     """A text after its prefill, on the stream of generation."""
     cache = make_caches(models.model, drafter, None, None)
     sampler = models.sampler if models.sampler.temp > 0 else greedy_sampler
     stops = frozenset(models.tokenizer.eos_token_ids)
-    with wired_limit([models.model, drafter], [generation_stream]), mx.stream(generation_stream):
+    modules = [models.model, drafter.network]
+    with wired_limit(modules, [generation_stream]), mx.stream(generation_stream):
         text = Text(drafter, cache, sampler, stops=stops)
         for _ in text.prefill(mx.array(prompt), PREFILL):
             pass

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 
 BACKLOG = 64  # positions whose features enter the drafter's cache together in plain decoding
 
@@ -17,7 +18,7 @@ class DraftContext:
     behind the text: rotary positions are relative, so later drafts only lose context.
     """
 
-    def __init__(self, drafter: DFlash, cache: list[KVCache]):
+    def __init__(self, drafter: Drafter, cache: list[KVCache]):
         self.drafter, self.cache = drafter, cache
         self.hopeless: Callable[[int], bool] = lambda depth: False
         self.backlog: list[mx.array] = []

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from dspine_mlx.drafters.dflash import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.round.sampler import Sampler

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.accept import TargetLogits
 from dspine_mlx.round.draft_context import DraftContext
 from dspine_mlx.round.sampler import Sampler
@@ -34,7 +34,7 @@ class Text:
     change only when nothing of the user's can run before the yield that they belong to.
     """
 
-    drafter: DFlash
+    drafter: Drafter
     prompt_cache: list[Any]  # the target's caches, then the drafter's
     sampler: SamplerFunction = greedy_sampler
     processors: list[LogitsProcessor] = field(default_factory=list)

@@ -61,6 +61,15 @@ def convert(
             rich_help_panel=STORE,
         ),
     ] = False,
+    quant_predicate: Annotated[
+        str | None, typer.Option(help="Refused: a recipe for whole models.", hidden=True)
+    ] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", "-d", help="Refused: see --help.", hidden=True)
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Refused: no code is run.", hidden=True)
+    ] = False,
     upload_repo: Annotated[
         str | None,
         typer.Option(help="Also upload the result to this Hub repository.", rich_help_panel=STORE),
@@ -132,6 +141,7 @@ def convert(
     from dspine_mlx.convert.conversion import convert as run
     from dspine_mlx.convert.conversion import upload
 
+    refuse(quant_predicate, dequantize, trust_remote_code)
     if probe and target is None:
         raise InputError("--probe runs the target: name it with --target")
     if verify and codes_from_head:
@@ -170,6 +180,22 @@ def convert(
         typer.echo(json.dumps(result))
     if not good:
         raise typer.Exit(1)
+
+
+def refuse(quant_predicate: str | None, dequantize: bool, trust_remote_code: bool) -> None:
+    """mlx_lm.convert's flags that make no sense for a drafter."""
+    if quant_predicate is not None:
+        raise InputError(
+            "--quant-predicate mixes the bits of a whole model's layers; a drafter's large matrices "
+            "are packed alike, with -q and --q-bits"
+        )
+    if dequantize:
+        raise InputError(
+            "--dequantize can't bring a drafter's exact weights back; convert the published "
+            "checkpoint without -q"
+        )
+    if trust_remote_code:
+        raise InputError("--trust-remote-code is not needed: a drafter's folder has no code to run")
 
 
 class Bar:

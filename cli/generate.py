@@ -260,11 +260,6 @@ def generate(
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
-    elif draft_model is None and length != 0:
-        typer.echo(
-            "No drafter: plain decoding. --draft-model names one that was trained for this model.",
-            err=True,
-        )
     tokenizer_config = {} if saved is None else saved.tokenizer_config
     target, tokenizer, drafter = load(
         model,
@@ -275,6 +270,11 @@ def generate(
         tokenizer_config=tokenizer_config | {"trust_remote_code": trust_remote_code},
         model_config={"quantize_activations": True} if quantize_activations else {},
     )
+    if drafter is None and length != 0:
+        typer.echo(
+            "No drafter: plain decoding. --draft-model names one that was trained for this model.",
+            err=True,
+        )
     for token in extra_eos_token or []:
         add_eos_token(tokenizer, readable("--extra-eos-token", token))
     if sampler.temp > 0:

@@ -255,8 +255,9 @@ def kind(dtype: object) -> str:
 
 def show(plan: "Plan", out: Path, dry_run: bool) -> None:
     if dry_run:
-        for line in lines(plan):
-            typer.echo(line)
+        from dspine_mlx.cli.screen import console, print_table
+
+        print_table(console(), *plan_rows(plan))
     for note in plan.notes:
         typer.echo(f"Note: {note}")
     done = "Would write" if dry_run else "Wrote"
@@ -266,22 +267,17 @@ def show(plan: "Plan", out: Path, dry_run: bool) -> None:
     )
 
 
-def lines(plan: "Plan") -> list[str]:
-    """The plan in columns: parameter, the tensors it comes from, shape, dtypes, bytes."""
-    rows = [("parameter", "from", "shape", "dtype", "stored", "bytes")]
+def plan_rows(plan: "Plan") -> tuple[list[str], list[list[str]]]:
+    """The plan in columns: parameter, shape, dtypes, bytes, the tensors it comes from."""
+    rows = []
     for item in plan.items:
         sources = "same" if item.sources == (item.path,) else " + ".join(item.sources)
         stored = kind(item.stored)
         if item.packing:
             stored = f"{item.packing['mode']} {item.packing['bits']} bits"
         shape = " x ".join(map(str, item.shape))
-        rows.append((item.path, sources, shape, kind(item.dtype), stored, f"{item.nbytes:,}"))
-    order = (0, 2, 3, 4, 5, 1)  # the sources last: some are long
-    widths = [max(len(row[i]) for row in rows) for i in order[:-1]]
-    return [
-        "  ".join([*(row[i].ljust(w) for i, w in zip(order, widths, strict=False)), row[1]])
-        for row in rows
-    ]
+        rows.append([item.path, shape, kind(item.dtype), stored, f"{item.nbytes:,}", sources])
+    return ["parameter", "shape", "dtype", "stored", "bytes", "from"], rows
 
 
 def run_verify(plan: "Plan", out: Path, result: dict[str, Any]) -> bool:

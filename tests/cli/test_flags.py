@@ -103,7 +103,8 @@ def test_lists_take_several_values_as_argparse_does() -> None:
         parser.add_argument(flag, nargs="+", action="extend")
     wanted = vars(parser.parse_args(given))
     assert vars(parser.parse_args(repeated(given, names))) == wanted
-    assert repeated(given, names) == [
+    spread = ["--eos", "a", "--eos", "b", "-p", "x", "--image", "c", "--eos", "d", "--temp", "1"]
+    assert repeated(given, names) == spread
         "--eos",
         "a",
         "--eos",

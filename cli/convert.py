@@ -186,8 +186,8 @@ def refuse(quant_predicate: str | None, dequantize: bool, trust_remote_code: boo
     """mlx_lm.convert's flags that make no sense for a drafter."""
     if quant_predicate is not None:
         raise InputError(
-            "--quant-predicate mixes the bits of a whole model's layers; a drafter's large matrices "
-            "are packed alike, with -q and --q-bits"
+            "--quant-predicate mixes the bits of a whole model's layers; a drafter's large "
+            "matrices are packed alike, with -q and --q-bits"
         )
     if dequantize:
         raise InputError(

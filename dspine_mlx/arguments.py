@@ -35,7 +35,7 @@ def check_whole(name: str, value: Any, low: int, high: int = INT32) -> None:
 
 def check_real(name: str, value: Any, low: float, high: float) -> None:
     """An int or float from low to high: no bool, no NaN."""
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         kind = type(value).__name__
         raise InputError(f"{name} is {value!r}, of type {kind}; it must be a number")
     if not low <= value <= high:
@@ -88,6 +88,17 @@ def check_kv_quantization(bits: Any, group_size: Any, start: Any) -> None:
 def listed(numbers: Iterable[int]) -> str:
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}"
+
+
+def check_text(prompt: str) -> None:
+    """Halves of surrogate pairs, as Python keeps bytes that it can't decode, are no text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the prompt has {prompt[error.start]!a} at character {error.start}, which is no text; "
+            "decode it as UTF-8"
+        ) from error
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

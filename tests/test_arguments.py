@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+import dspine_mlx
 from dspine_mlx import arguments
 from dspine_mlx.arguments import (
     check_kv_quantization,
@@ -24,6 +26,8 @@ from dspine_mlx.arguments import (
 )
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.policy import Fixed, check_verify_length
+from dspine_mlx.round.sampler import Sampler
+from tests.support.tiny import tiny_dflash
 
 NO_INTS = [2.0, True, "3", None, [3], np.int64(3), mx.array(3), float("nan"), 3 + 0j]
 
@@ -178,6 +182,47 @@ def test_ids_lie_in_the_vocabulary(ids: list[int], known: bool) -> None:
 def test_the_vocabulary_is_the_embeddings(model: nn.Module) -> None:
     assert vocabulary_of(model) == 2048
     assert vocabulary_of(nn.Linear(3, 4)) is None
+
+
+def test_text_is_text() -> None:
+    assert "'\\udcff' at character 2" in refused(arguments.check_text, "ab\udcff")
+    arguments.check_text("\N{GRINNING FACE}\0\uffff")
+
+
+PYTHON: list[tuple[Any, dict[str, Any]]] = [
+    ([5], {"verify_length": 2.0}),
+    ([5], {"verify_length": np.int64(3)}),
+    ([5, 6, 7], {"verify_length": True}),
+    ([-1], {}),
+    ([5, 2048], {}),
+    ([5, 10**7], {}),
+    ([[5, 6]], {}),
+    ([1.5], {}),
+    ("a\ud800", {}),
+    ([5], {"max_tokens": 2.0}),
+    ([5], {"max_tokens": True}),
+    ([5], {"kv_bits": 4, "kv_group_size": 0, "quantized_kv_start": 0}),
+    ([5], {"kv_bits": 7}),
+    ([5], {"prefill_step_size": 0}),
+    ([5], {"prefill_step_size": 2.5}),
+    ([5], {"max_kv_size": 9.0}),
+    ([5], {"quantized_kv_start": 2**40}),
+    ([5], {"sampler": Sampler(temp=1, top_k=2048)}),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options"), PYTHON, ids=str)
+@pytest.mark.parametrize("drafted", [True, False])
+def test_generation_refuses_them_before_any_forward(
+    prompt: Any,
+    options: dict[str, Any],
+    drafted: bool,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+) -> None:
+    """Before the first token is asked for."""
+    drafter = tiny_dflash(model) if drafted else None
+    refused(lambda: dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options))
 
 
 def test_listed() -> None:

@@ -1,7 +1,7 @@
 """Options that several commands have."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -21,7 +21,7 @@ TargetOption = Annotated[
 class SeveralValues(TyperCommand):
     """A command whose list options take several values each, as mlx-lm's do: --x A B."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = (p for p in self.params if isinstance(p, TyperOption) and p.multiple)
         names = {name for option in lists for name in option.opts}
         return super().parse_args(ctx, repeated(args, names))

@@ -247,7 +247,13 @@ def progress_bar() -> "Progress":
 
 @app.command("regenerate")
 def regenerate(
-    data: Annotated[Path, typer.Argument(help=DATA)],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="JSONL of chats, or prompts as bench and calibrate take them: .jsonl, or a prompt "
+            "per line."
+        ),
+    ],
     output: Annotated[Path, typer.Argument(help="JSONL to append to; a stopped run goes on.")],
     model: Annotated[str, typer.Option(help=TARGET)],
     temperature: Annotated[
@@ -261,19 +267,23 @@ def regenerate(
 ) -> None:
     """Rewrite the answers of DATA with the target itself, in batches: what a drafter must learn."""
     import mlx.core as mx
-    import mlx_lm
 
+    from dspine_mlx.arguments import check_seed, check_whole
     from dspine_mlx.load import resolve
-    from dspine_mlx.train.data import Problems, read_chats
+    from dspine_mlx.target.open import open_target
+    from dspine_mlx.train.data import Problems, read_prompts
     from dspine_mlx.train.regenerate import regenerate as rewrite
 
+    check_seed(seed)
+    check_whole("--max-tokens", max_tokens, 1)
+    check_whole("--batch-size", batch_size, 1)
     problems = Problems(data, strict)
-    chats = [chat for chat in read_chats(problems) if len(chat.messages) > 1]
+    chats = [chat for chat in read_prompts(problems) if len(chat.messages) > 1]
     for message in problems.lines:
         typer.echo(message, err=True)
     if not chats:
-        raise InputError(f"{data} has no prompt with an answer")
-    target, tokenizer = mlx_lm.load(str(resolve(model)))
+        raise InputError(f"{data} has no prompt that can be answered")
+    target, tokenizer = open_target(resolve(model), model)
     mx.random.seed(seed)
     with progress_bar() as bar:
         task = bar.add_task("answers", total=len(chats))

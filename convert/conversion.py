@@ -21,6 +21,7 @@ from dspine_mlx.convert.write import refuse_existing, staging, write_json, write
 from dspine_mlx.drafters.config import DSparkConfig, DSpineConfig
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import opening
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -133,7 +134,9 @@ def source_folder(path: str | Path, revision: str | None) -> Path:
 def load_target(path: str | Path) -> Target:
     from dspine_mlx.load import resolve
 
-    return Target(mlx_lm.utils.load_model(resolve(path), lazy=True)[0])
+    folder = resolve(path)
+    with opening(str(path)):
+        return Target(mlx_lm.utils.load_model(folder, lazy=True)[0])
 
 
 def check_against(checkpoint: Checkpoint, target: Target) -> None:

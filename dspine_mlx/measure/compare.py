@@ -21,6 +21,7 @@ from dspine_mlx.load import resolve
 from dspine_mlx.measure.clock import LEAST_TOKENS, Clock, mlx_lm_speculative
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse
+from dspine_mlx.target.open import open_target
 
 PLAIN, AUTO, MLX_LM = "plain", "auto", "mlx-lm-draft:"
 
@@ -88,7 +89,7 @@ def make_way(way: str, pair: Pair) -> Run:
 
 def load_draft_model(path: str, pair: Pair) -> nn.Module:
     """A whole model that mlx-lm's own speculative decoding drafts with."""
-    model, tokenizer = mlx_lm.load(str(resolve(path)))
+    model, tokenizer = open_target(resolve(path), path)
     if tokenizer.vocab_size != pair.tokenizer.vocab_size:
         raise InputError(
             f"{path} has a vocabulary of {tokenizer.vocab_size} tokens, the target's has "

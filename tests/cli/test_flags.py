@@ -22,7 +22,7 @@ from dspine_mlx.cli.options import repeated
 from dspine_mlx.errors import InputError
 
 # flag -> ours, where a default differs on purpose
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "generate": {"--prompt": None, "--max-tokens": 256, "--num-draft-tokens": None},
     "convert": {"--hf-path": None, "--mlx-path": "mlx_drafter"},
 }
@@ -38,7 +38,7 @@ def options(command: str) -> dict[str, TyperOption]:
 
 def same_default(theirs: Any, ours: Any) -> bool:
     """An empty JSON object, an empty list and nothing are the same."""
-    empty = (None, (), [], "{}")
+    empty: tuple[Any, ...] = (None, (), [], "{}")
     return theirs == ours or str(theirs) == str(ours) or (theirs in empty and ours in empty)
 
 

@@ -140,9 +140,7 @@ def test_inspect_shows_every_figure_whole(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", ["0", "00", "-5", "", "wide"])
-def test_a_width_that_cant_be_one_is_ignored(
-    columns: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_width_that_cant_be_one_is_ignored(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert "dspine" in piped("inspect", str(DEMO / "drafter")).stdout
     assert "generate" in piped("--help").stdout
@@ -169,7 +167,7 @@ def test_columns_that_fit_stay_together() -> None:
 
 
 def test_bars_are_proportional_and_leave_room_for_the_figures() -> None:
-    for width, longest in ((100, 40), (30, 30 - len("0  " "rounds  " "  "))):
+    for width, longest in ((100, 40), (30, 30 - len("0  rounds    "))):
         screen = Console(width=width, highlight=False)
         with screen.capture() as capture:
             print_bars(screen, ("n", "rounds"), [("0", 10), ("1", 0), ("2", 5)])

@@ -193,7 +193,7 @@ def test_mlx_lm_needs_a_draft_model_with_the_targets_vocabulary(
     class Small:
         vocab_size = 7
 
-    monkeypatch.setattr(mlx_lm, "load", lambda path: (pair.model, Small()))
+    monkeypatch.setattr(compare_module, "open_target", lambda *_: (pair.model, Small()))
     with pytest.raises(InputError, match="has a vocabulary of 7 tokens, the target's has 2048"):
         make_way(f"mlx-lm-draft:{DEMO / 'target'}", pair)
 

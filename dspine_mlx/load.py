@@ -127,7 +127,10 @@ def resolve(
     path: str | Path, revision: str | None = None, patterns: Sequence[str] = DRAFTER_FILES
 ) -> Path:
     """The local folder of a model; a Hub id is downloaded first (resumed, with progress)."""
-    folder = Path(path).expanduser()
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody, or ~ of a user without a home
+        raise InputError(f"{path} can't be found: {error}") from error
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -86,13 +86,18 @@ def test_a_prompt_in_utf8_where_the_locale_has_none() -> None:
     ("shell", "message"),
     [
         ('exec "$@" <&-', "standard input is closed, so '-p -' has nothing to read; use -p TEXT"),
-        ('exec "$@" </', "standard input can't be read: Is a directory"),
+        ('exec "$@" 0>/dev/null', "standard input can't be read: "),
         ('printf "\\377" | "$@"', "standard input is not UTF-8: "),
         ('"$@" </dev/null', "the prompt is empty; give at least one token"),
     ],
 )
 def test_standard_input_without_a_prompt(shell: str, message: str) -> None:
     assert one_sentence(run([*SAY, "-p", "-"], shell=shell)).startswith(f"dspine-mlx: {message}")
+
+
+def test_the_home_of_nobody() -> None:
+    said = one_sentence(run([*SAY, "-p", "hi", "--model", "~nobody-here/model"]))
+    assert said.startswith("dspine-mlx: ~nobody-here/model can't be found: ")
 
 
 @pytest.mark.parametrize("shell", ['exec "$@" >&-', 'exec "$@" 2>&-'], ids=["output", "error"])

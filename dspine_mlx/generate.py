@@ -156,7 +156,11 @@ def stream_generate(
         sampler = greedy_sampler
     if isinstance(sampler, Sampler) and vocabulary is not None:
         check_top_k(sampler.top_k, vocabulary)
-    statistics = Statistics()
+    statistics, quantization = (
+        Statistics(),
+        KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
+    )
+    quantization.check_model(model, max_kv_size)
     if drafter is None:
         tokens = plain_tokens(
             prompt,
@@ -181,7 +185,7 @@ def stream_generate(
             make_caches(model, drafter, prompt_cache, max_kv_size),
             sampler,
             list(logits_processors or []),
-            KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
+            quantization,
             frozenset(tokenizer.eos_token_ids),
             statistics,
             draft_filter,

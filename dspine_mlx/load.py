@@ -1,5 +1,6 @@
 """Loading: a folder or Hub id to target, tokenizer and drafter."""
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.rope import assumed_rope_theta, states_rope_theta
 from dspine_mlx.checkpoints.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.convert.plan import LARGE, packing_of, stated_packing
 from dspine_mlx.drafters.config import DrafterConfig
@@ -24,6 +26,7 @@ from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 
+log = logging.getLogger(__name__)
 DRAFTER_FILES = ("*.json", "*.safetensors")
 DEMO = Path(__file__).parent / "demo"
 
@@ -84,6 +87,8 @@ def load_drafter(
     folder, target = resolve(path, revision), Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
+    if not states_rope_theta(checkpoint.raw):
+        log.warning("%s: %s", path, assumed_rope_theta(checkpoint.config.rope_theta))
     drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
     drafter.folder = folder
     return drafter
@@ -153,7 +158,7 @@ def check_context(config: dict[str, Any], prompt_tokens: int) -> None:
     if context is not None and prompt_tokens >= context:
         raise InputError(
             f"the prompt has {prompt_tokens} tokens; the model's context holds {context}, "
-            "the answer included"
+            "the answer included: shorten the prompt"
         )
 
 

@@ -28,6 +28,7 @@ from dspine_mlx.checkpoints.names import (
     published,
     unknown,
 )
+from dspine_mlx.checkpoints.rope import assumed_rope_theta, states_rope_theta
 from dspine_mlx.checkpoints.shapes import match_by_shape
 from dspine_mlx.checkpoints.transfer_space import SPACE, space_shapes
 from dspine_mlx.drafters.config import DrafterConfig, DSpineConfig
@@ -203,6 +204,8 @@ def open_checkpoint(
     if fields.get("first_slot") is None:
         fields["first_slot"] = METHODS[layout.method][1].first_slot
     drafter_config = METHODS[method][1].from_dict(fields)
+    if not states_rope_theta(config):
+        notes += (assumed_rope_theta(drafter_config.rope_theta),)
     if drafter_config.mask_token_id >= drafter_config.vocab_size:
         raise InputError(
             f"mask_token_id {drafter_config.mask_token_id} is outside the vocabulary of "

@@ -14,13 +14,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.checkpoints.files import read_config
-from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.names import pattern_of
+from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.packing import packing_of, stated_packing
 from dspine_mlx.checkpoints.rope import assumed_rope_theta, states_rope_theta
-from dspine_mlx.checkpoints.transfer_space import SPACE, rebuilt_codes
-from dspine_mlx.convert.plan import LARGE, packing_of, stated_packing
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
@@ -112,7 +113,7 @@ def assemble_drafter(
     network.load_weights(list(weights.items()))
     network.set_dtype(target.dtype)
     if draft_quant is not None:
-        pack_large(network, draft_quant)
+        pack_large(network, checkpoint.method.large, draft_quant)
     network.freeze()
     mx.eval(
         [value for m in network.modules() for value in m.values() if isinstance(value, mx.array)]
@@ -216,14 +217,14 @@ def check_draft_quant(bits: int | None) -> None:
         raise InputError(f"draft_quant is {bits!r}; it must be 4 or 8 bits, or left out")
 
 
-def pack_large(network: DFlash, bits: int) -> None:
+def pack_large(network: DFlash, large: Collection[str], bits: int) -> None:
     """Quantise a loaded drafter's large matrices, those that `convert --quantize` packs."""
     packing = packing_of("affine", bits, None)
 
     def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
         plain = isinstance(module, nn.Linear | nn.Embedding)
         fits = plain and module.weight.shape[-1] % packing["group_size"] == 0
-        return packing if fits and LARGE.fullmatch(f"{path}.weight") else False
+        return packing if fits and pattern_of(f"{path}.weight") in large else False
 
     nn.quantize(network, class_predicate=packed)
 

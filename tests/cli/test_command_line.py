@@ -16,6 +16,8 @@ from dspine_mlx.cli import app
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 
+pytestmark = pytest.mark.slow
+
 TARGET = str(DEMO / "target")
 PROMPT = "Tom has 4 apples and buys 3 more. How many apples does he have?"
 

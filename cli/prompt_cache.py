@@ -48,9 +48,8 @@ def read_saved_prompt(
         config = json.loads(metadata["tokenizer_config"])
         saved = SavedPrompt(caches, str(metadata["model"]), dict(config))
     except Exception as error:  # noqa: BLE001  mlx-lm checks neither names nor shapes
-        raise InputError(
-            f"{path} is no prompt cache of mlx_lm.cache_prompt's: {error!r}"
-        ) from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{path} was not saved by mlx_lm.cache_prompt: {reason}") from error
     if model is not None and model != saved.model:
         raise InputError(
             f"{path} was saved with the model {saved.model}; --model is {model}, so leave it out"

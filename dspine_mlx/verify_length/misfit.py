@@ -6,6 +6,7 @@ at first sight, since few of its drafts are accepted either.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 ERROR_RATE = 0.01  # most good pairs in a hundred that are ever warned about
@@ -61,6 +62,18 @@ class Misfit:
         wrong = self.log_ratio >= -math.log(ERROR_RATE)
         self.over = wrong or self.rounds >= ROUNDS
         return self.warning() if wrong else None
+
+    def text_over(self, accepted: Counter[int], offered: Counter[int]) -> str | None:
+        """The warning, at the end of the text that makes it due.
+
+        accepted, offered: how many rounds accepted and offered how many tokens. Rounds that offered
+        none show nothing. Those that accepted some come first, so that only the whole text counts.
+        """
+        said = None
+        for n in sorted(accepted, reverse=True):
+            for _ in range(accepted[n] if n else accepted[0] - offered[0]):
+                said = self.round_over(n) or said
+        return said
 
     def warning(self) -> str:
         return (

@@ -1,5 +1,7 @@
 """The warning about a drafter that loads but does not fit: its error rate, by simulation."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -84,3 +86,16 @@ def test_a_pair_that_fits_is_watched_for_its_first_rounds_only() -> None:
     misfit = Misfit(0.6)
     assert [misfit.round_over(3) for _ in range(ROUNDS)] == [None] * ROUNDS
     assert [misfit.round_over(0) for _ in range(ROUNDS)] == [None] * ROUNDS
+
+
+def test_a_texts_rounds_are_counted_from_its_histograms() -> None:
+    """Rounds that offered nothing are left out; a text's order inside does not matter."""
+    by_text, by_round = Misfit(0.6), Misfit(0.6)
+    assert by_text.text_over(Counter({0: 9, 2: 3, 1: 1}), Counter({0: 4, 3: 9})) is None
+    for n in (2, 2, 2, 1, *[0] * 5):
+        by_round.round_over(n)
+    assert (by_text.rounds, by_text.accepted, by_text.tokens) == (9, 4, 9 + 7)
+    assert by_text.log_ratio == pytest.approx(by_round.log_ratio)
+    nothing = Misfit(0.6)
+    said = [nothing.text_over(Counter({0: 50}), Counter({3: 50})) for _ in range(4)]
+    assert [text is None for text in said] == [True, False, True, True]

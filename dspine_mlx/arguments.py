@@ -48,10 +48,10 @@ def check_seed(seed: Any) -> None:
 
 def check_temperature(temp: Any) -> None:
     """0 (greedy), or a temperature whose reciprocal MLX can multiply logprobs by."""
-    check_real("temperature", temp, 0, math.inf)
-    if 0 < temp < COLDEST or temp == math.inf:
+    number = isinstance(temp, int | float) and not isinstance(temp, bool)
+    if not number or not (temp == 0 or COLDEST <= temp < math.inf):
         raise InputError(
-            f"temperature is {temp}; it must be 0 (greedy), or a number of at least {COLDEST}"
+            f"temperature is {temp!r}; it must be 0 (greedy), or a number of at least {COLDEST}"
         )
 
 

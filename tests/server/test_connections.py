@@ -16,6 +16,8 @@ from dspine_mlx.server.connections import Connections
 from tests.bench.server_load import status_of
 from tests.support.serving import ALL, Server, start, usage, wait_until_up
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 KEY = "schlüssel €"
 

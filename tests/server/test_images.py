@@ -17,6 +17,8 @@ from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.images import BYTES, fetch, inline_images, is_public
 from tests.support.serving import Server, usage
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"

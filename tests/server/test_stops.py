@@ -13,6 +13,8 @@ from dspine_mlx.server.stops import ReplyText, Stopped
 from tests.bench.server_load import text_of
 from tests.support.serving import Server, serving
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 PROBLEM = "Maria has 9 toys. Her sister has 3 fewer toys than she has. How many toys are there?"
 TEXTS = st.text("abé😀", max_size=30)

@@ -59,12 +59,15 @@ def calibrate(
     """Fit the drafter's confidence to what the target accepts."""
     import mlx.core as mx
 
+    from dspine_mlx.arguments import check_whole
     from dspine_mlx.load import load
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length import fit
     from dspine_mlx.verify_length.calibration import calibration_path, mode_of, save_calibrations
 
+    check_whole("--limit", limit, 1)
+    check_whole("--max-tokens", max_tokens, 1)
     check_new(output)
     check_new(plot)
     if plot is not None and not find_spec("matplotlib"):

@@ -309,8 +309,12 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Acceptance on held-out prompts: by the real loop, by slot, and beside prompt lookup."""
+    from dspine_mlx.arguments import check_seed, check_whole
     from dspine_mlx.train.evaluate import measure
 
+    check_seed(seed)
+    check_whole("--prompts", prompts, 1)
+    check_whole("--max-tokens", max_tokens, 1)
     with progress_bar() as bar:
         task = bar.add_task("prompts", total=None)
 

@@ -11,6 +11,7 @@ import typer
 from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
 from dspine_mlx.cli.calibrate import calibrate
+from dspine_mlx.cli.chat import chat
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=SeveralValues)(generate)
+app.command()(chat)
 app.command()(convert)
 app.command()(inspect)
 app.command()(bench)

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.options import (
+    PAIR,
+    AdapterOption,
+    DraftOption,
+    DraftQuantOption,
+    KernelsOption,
+    NoProfileOption,
+    TargetOption,
+    TrustOption,
+    VerifyLengthOption,
+)
 from dspine_mlx.cli.prompting import (
     apply_template,
     has_template,
@@ -29,34 +39,11 @@ def generate(
         str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")
     ] = None,
     model: TargetOption = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter: a folder or Hub id of a checkpoint.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
-    adapter_path: Annotated[
-        str | None, typer.Option(help="Adapter weights for the target.", rich_help_panel=PAIR)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option(help="Let the tokenizer run its own code.", rich_help_panel=PAIR)
-    ] = False,
-    draft_quant: Annotated[
-        int | None,
-        typer.Option(
-            help="Quantise the drafter's large matrices to 4 or 8 bits while loading it.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
-    verify_length: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafted tokens offered to the target per round: 'auto' (the default), or a "
-            "number; 0 is plain decoding.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
+    draft_model: DraftOption = None,
+    adapter_path: AdapterOption = None,
+    trust_remote_code: TrustOption = False,
+    draft_quant: DraftQuantOption = None,
+    verify_length: VerifyLengthOption = None,
     num_draft_tokens: Annotated[
         int | None,
         typer.Option(help="mlx-lm's name for --verify-length N.", rich_help_panel=PAIR),
@@ -70,21 +57,8 @@ def generate(
             rich_help_panel=PAIR,
         ),
     ] = False,
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="'auto': the package's Metal kernels, checked at first use; 'off': plain MLX.",
-            rich_help_panel=PAIR,
-        ),
-    ] = "auto",
-    no_profile: Annotated[
-        bool,
-        typer.Option(
-            "--no-profile",
-            help="For verify length 'auto': guess what a step costs at first, don't measure it.",
-            rich_help_panel=PAIR,
-        ),
-    ] = False,
+    kernels: KernelsOption = "auto",
+    no_profile: NoProfileOption = False,
     explain: Annotated[
         bool,
         typer.Option(

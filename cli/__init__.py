@@ -16,6 +16,7 @@ from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
+from dspine_mlx.cli.models import models
 from dspine_mlx.cli.options import SeveralValues
 from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
@@ -33,6 +34,7 @@ app.command(cls=SeveralValues)(generate)
 app.command()(chat)
 app.command()(convert)
 app.command()(inspect)
+app.command()(models)
 app.command()(bench)
 app.command()(doctor)
 app.command()(report)

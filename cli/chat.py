@@ -81,6 +81,7 @@ def chat(
     from dspine_mlx.arguments import check_cache_sizes, check_max_tokens, check_seed
     from dspine_mlx.cli.chat_loop import Chat
     from dspine_mlx.cli.conversation import Conversation
+    from dspine_mlx.cli.drafter import chosen
     from dspine_mlx.cli.prompting import chat_text, parse_object
     from dspine_mlx.load import DEMO, load, read_config, resolve
     from dspine_mlx.round.sampler import Sampler
@@ -94,12 +95,14 @@ def chat(
     length = parse_verify_length(verify_length, None)
     arguments = parse_object("--chat-template-args", chat_template_args)
     mx.random.seed(seed)
+    draft_model, revision = chosen(model, draft_model)
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
     target, tokenizer, drafter = load(
         model,
         draft_model,
+        draft_revision=revision,
         kernels=kernels,
         draft_quant=draft_quant,
         adapter_path=adapter_path,
@@ -107,9 +110,7 @@ def chat(
     )
     if not tokenizer.has_chat_template:
         raise InputError("this tokenizer has no chat template; use dspine-mlx generate")
-    if drafter is None:
-        typer.echo("No drafter: plain decoding. --draft-model names one.", err=True)
-    elif length == "auto":
+    if drafter is not None and length == "auto":
         prepare(drafter, profile=not no_profile)
     special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.chat
     sampler = Sampler(

@@ -21,7 +21,7 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft-model",
-        help="Drafter: a folder or Hub id of a checkpoint.",
+        help="Drafter: a folder or Hub id of a checkpoint, or 'auto' for a public one that fits.",
         rich_help_panel=PAIR,
     ),
 ]

@@ -3,17 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from dspine_mlx.checkpoints.files import read_json
 from dspine_mlx.drafters.config import flatten
 from dspine_mlx.drafters.settings import QWEN3_DEFAULTS, aux_ids, section, tap_of
 from dspine_mlx.errors import InputError
-from dspine_mlx.models.hub import config_file
+from dspine_mlx.models.hub import config_of
 
 
 def check_configs(model: str | Path, draft: str | Path, draft_revision: str | None = None) -> None:
     """`InputError` if the two configs contradict each other, before any weights are downloaded."""
-    target = read_json(config_file(str(model)))
-    wrong = contradictions(read_json(config_file(str(draft), draft_revision)), target)
+    wrong = contradictions(config_of(draft, draft_revision), config_of(model))
     if wrong:
         raise InputError(f"the drafter {draft} does not fit {model}: {'; '.join(wrong)}")
 

@@ -5,14 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspine_mlx.checkpoints.files import read_json
+from mlx_lm.utils import MODEL_REMAPPING
+
+from dspine_mlx.checkpoints.files import read_config, read_tensors
+from dspine_mlx.drafters import METHODS
 from dspine_mlx.models.registry import Entry, Published
-from dspine_mlx.target.facts import parameter_bytes
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.store import costs_on_file
 
 DEPTH = 512  # positions of context that the prediction is for
-SAME = 0.03  # relative difference of two sizes that are taken for the same
+SAME = 0.06  # relative difference of sizes taken for the same; one has two digits
+PAIR = re.compile(  # as `costs.describe` writes it
+    r"(\w+), (\d+) layers of (\d+), (\S+) GB, with (\w+), \d+ layers, (\d+) proposals"
+)
 
 
 @dataclass(frozen=True)
@@ -67,33 +72,29 @@ def measured_curve(target: Path, entry: Entry) -> Curve | None:
     Costs are on file under a pair's sizes. They count if the target's family, layers and bytes
     agree, and the drafter's method and number of proposals, which decide what a draft takes.
     """
-    config = read_json(target / "config.json")
+    if entry.method not in METHODS or entry.block is None:
+        return None
+    config = read_config(target)
     text: dict[str, Any] = config | (config.get("text_config") or {})
-    size = parameter_bytes(target) / 1e9
-    layers, hidden = text.get("num_hidden_layers"), text.get("hidden_size")
+    size = sum(tensor.nbytes for tensor in read_tensors(target).values()) / 1e9
+    network = METHODS[entry.method].network.__name__
+    kind = str(config.get("model_type"))
+    family = MODEL_REMAPPING.get(kind, kind)
+    wanted = (family, text.get("num_hidden_layers"), text.get("hidden_size"))
     for costs in costs_on_file():
-        found = re.fullmatch(
-            r"(\w+), (\d+) layers of (\d+), (\S+) GB, with (\w+), \d+ layers, (\d+) proposals",
-            costs.pair,
-        )
+        found = PAIR.fullmatch(costs.pair)
         if costs.curve is None or costs.problem or found is None:
             continue
-        family, n, d, gigabytes, network, proposals = found.groups()
-        same = (family, int(n), int(d)) == (config.get("model_type"), layers, hidden)
-        alike = network.lower() == entry.method.replace("_", "") and entry.block is not None
-        if same and alike and abs(float(gigabytes) / size - 1) < SAME + 0.05 / float(gigabytes):
-            if int(proposals) in (entry.block, (entry.block or 0) - 1):
-                return costs.curve
+        same = (found[1], int(found[2]), int(found[3])) == wanted and found[5] == network
+        proposals = int(found[6]) in (entry.block, entry.block - 1)
+        if same and proposals and abs(float(found[4]) / size - 1) < SAME:
+            return costs.curve
     return None
 
 
-def gain(target: Path | None, entry: Entry) -> Gain | None:
-    """The best prediction for a target that is here; None where nothing is measured or
-    published."""
-    if target is None:
-        return None
-    curve = measured_curve(target, entry)
+def gains(target: Path | None, entry: Entry) -> list[Gain]:
+    """A prediction for each published figure, for a target that is here and was measured."""
+    curve = None if target is None else measured_curve(target, entry)
     if curve is None:
-        return None
-    gains = [g for p in entry.published if (g := predict(curve, p)) is not None]
-    return max(gains, key=lambda g: g.speedup) if gains else None
+        return []
+    return [g for p in entry.published if (g := predict(curve, p)) is not None]

@@ -4,14 +4,17 @@ import os
 import socket
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from dspine_mlx.checkpoints.files import read_config, read_json
 from dspine_mlx.errors import InputError
 
 WAIT = 1.0  # seconds for the Hub to answer
+DOWNLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
@@ -57,21 +60,40 @@ def online() -> bool:
     return bool(answered)
 
 
-def config_file(name: str, revision: str | None = None) -> Path:
+def folder_of(path: str | Path) -> Path | None:
+    """The folder that a path names, or None for a Hub id; `InputError` for what is neither."""
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody, or ~ of a user without a home
+        raise InputError(f"{path} can't be found: {error}") from error
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise InputError(f"{path} is a file; give the folder that holds config.json")
+    if isinstance(path, Path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise InputError(f"there is no folder {path}; give a model folder or a Hub id owner/name")
+    return None
+
+
+def config_of(name: str | Path, revision: str | None = None) -> dict[str, Any]:
     """A model's config.json: of a folder, of the cache, or downloaded alone, before anything
     large."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder / "config.json"
-    found = cached_file(name, "config.json", revision)
+    folder = folder_of(name)
+    if folder is not None:
+        return read_config(folder)
+    found = cached_file(str(name), "config.json", revision)
     if found is not None:
-        return found
-    check_reachable(name)
+        return read_json(found)
+    check_reachable(str(name))
     try:
-        return Path(hf_hub_download(name, "config.json", revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"the config of {name} could not be downloaded: {reason}") from error
+        return read_json(Path(hf_hub_download(str(name), "config.json", revision=revision)))
+    except DOWNLOAD_ERRORS as error:
+        raise not_downloaded(name, error) from error
+
+
+def not_downloaded(name: str | Path, error: Exception) -> InputError:
+    reason = str(error).splitlines()[0]
+    return InputError(f"{name} is no folder here and could not be downloaded: {reason}")
 
 
 def check_reachable(name: str) -> None:

@@ -52,29 +52,39 @@ class Entry:
 
     def fits(self, target: str) -> bool:
         """Whether it was made for a model of this id or folder, whatever its packing."""
-        base, packing = base_name(target)
+        names, packing = names_of(target)
         if self.quantizations != ANY and packing not in self.quantizations:
             return False
-        return any(base == base_name(name)[0] for name in self.targets)
+        return any(made_for(name) in names for name in self.targets)
 
 
 def base_name(model: str) -> tuple[str, str]:
     """A model's name without owner and packing, in lower case, and the packing: of
-    mlx-community/Qwen3-8B-4bit these are qwen3-8b and 4bit. A folder of the Hub's cache has the
-    name of its model; another folder is known by its last part, or by its whole path."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        cached = re.search(r"models--[^/]*--([^/]*)/snapshots/", str(path))
-        model = cached[1] if cached else str(path.resolve())
-        if cached is None and base_name(path.name)[1] != "":
-            model = path.name
-    name, packing = model.rsplit("/", 1)[-1].lower(), ""
-    if model.startswith("/"):
-        return model, ""
+    mlx-community/Qwen3-8B-4bit these are qwen3-8b and 4bit."""
+    name, packing = model.rstrip("/").rsplit("/", 1)[-1].lower(), ""
     while found := PACKED.search(name):
         name = name[: found.start()]
-        packing = packing if "bit" in packing else found[1].replace("-", "").replace("_", "")
+        if not packing.endswith("bit"):
+            packing = re.sub("[-_]|(?<=bit)s", "", found[1])
     return name, packing
+
+
+def names_of(model: str) -> tuple[set[str], str]:
+    """What a target may be called: a folder by its path, too; of the Hub's cache by its model."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        name, packing = base_name(model)
+        return {name}, packing
+    cached = re.search(r"/models--[^/]*--([^/]*)/snapshots/", str(path))
+    name, packing = base_name(cached[1] if cached else path.resolve().name)
+    return {name, str(path.resolve())}, packing
+
+
+def made_for(target: str) -> str:
+    """A target of an entry, as `names_of` writes it: an id's name, or a folder's path."""
+    if target.startswith(("/", "~", ".")):
+        return str(Path(target).expanduser().resolve())
+    return base_name(target)[0]
 
 
 def registry(home: Path | None = None) -> list[Entry]:

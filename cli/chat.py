@@ -81,7 +81,7 @@ def chat(
     from dspine_mlx.arguments import check_cache_sizes, check_max_tokens, check_seed
     from dspine_mlx.cli.chat_loop import Chat
     from dspine_mlx.cli.conversation import Conversation
-    from dspine_mlx.cli.drafter import chosen
+    from dspine_mlx.cli.drafter import chosen, say_what_fits
     from dspine_mlx.cli.prompting import chat_text, parse_object
     from dspine_mlx.load import DEMO, load, read_config, resolve
     from dspine_mlx.round.sampler import Sampler
@@ -110,7 +110,9 @@ def chat(
     )
     if not tokenizer.has_chat_template:
         raise InputError("this tokenizer has no chat template; use dspine-mlx generate")
-    if drafter is not None and length == "auto":
+    if drafter is None:
+        say_what_fits(model)
+    elif length == "auto":
         prepare(drafter, profile=not no_profile)
     special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.chat
     sampler = Sampler(

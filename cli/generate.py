@@ -209,7 +209,7 @@ def generate(
         vocabulary_of,
     )
     from dspine_mlx.cli import summary
-    from dspine_mlx.cli.drafter import chosen
+    from dspine_mlx.cli.drafter import chosen, say_what_fits
     from dspine_mlx.cli.prompt_cache import read_saved_prompt
     from dspine_mlx.generate import stream_generate
     from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
@@ -232,9 +232,7 @@ def generate(
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, model, kv_bits, kv_group_size)
         model = saved.model
-    revision = None
-    if length != 0 or draft_model is not None:
-        draft_model, revision = chosen(model, draft_model)
+    draft_model, revision = chosen(model, draft_model)
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
@@ -249,6 +247,8 @@ def generate(
         tokenizer_config=tokenizer_config | {"trust_remote_code": trust_remote_code},
         model_config={"quantize_activations": True} if quantize_activations else {},
     )
+    if drafter is None and length != 0:
+        say_what_fits(model)
     for token in extra_eos_token or []:
         add_eos_token(tokenizer, readable("--extra-eos-token", token))
     if sampler.temp > 0:

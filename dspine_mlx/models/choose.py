@@ -43,6 +43,6 @@ def hint(model: str) -> str:
     """What to say when a target comes without a drafter: which ones fit."""
     found = usable(model)
     if not found:
-        return "no public drafter is known for this model; --draft-model names one of your own"
+        return "--draft-model names one that was trained for this model"
     names = ", ".join(entry.id for entry in found[:3])
     return f"{names} fit{'s' * (len(found) == 1)} this model: add --draft-model auto"

@@ -113,7 +113,7 @@ def test_auto_takes_one_that_is_here_and_can_be_read(
 
 def test_the_hint_names_what_fits(hub: Path) -> None:
     assert hint(TARGET) == f"{DRAFTER} fits this model: add --draft-model auto"
-    assert "no public drafter is known" in hint("toy/other")
+    assert hint("toy/other") == "--draft-model names one that was trained for this model"
 
 
 def test_configs_are_compared_before_anything_is_downloaded(hub: Path, tmp_path: Path) -> None:
@@ -188,7 +188,6 @@ def test_the_commands_find_the_drafter(machine: dict[str, str]) -> None:
     assert (nothing.returncode, nothing.stdout[:30]) == (1, "No public drafter is known for")
     missing = command(machine, "generate", "--model", "mlx-community/Qwen3-8B-4bit", "-p", "x")
     assert missing.returncode == 2
-    assert "dspark_qwen3_8b_block7, z-lab/Qwen3-8B-DFlash-b16" in missing.stderr
     assert "mlx-community/Qwen3-8B-4bit is not in the Hub's cache here" in missing.stderr
 
 

@@ -61,10 +61,13 @@ def figures(generator: ResponseGenerator) -> dict[str, Any]:
 
 
 def costs(drafter: Drafter | None) -> dict[str, Any] | None:
-    """Milliseconds of a plain token, a draft, and forwards over 1, 2 ... rows, as learnt so far."""
+    """Milliseconds of a plain token, a draft, and forwards over 1, 2 ... rows, as learnt so far;
+    None while there is but a guess."""
     if drafter is None or drafter.schedule is None:
         return None
     known = drafter.schedule.costs  # read only: its predictions are the generation thread's
+    if not (known.curve.measured or known.x.any()):
+        return None
     steps = zip(known.curve.at(DEPTH), known.x.tolist(), strict=True)
     plain, *verify, draft = (1e3 * step * math.exp(x) for step, x in steps)
     return {

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,11 @@ def test_costs_are_shown_as_learnt_and_not_touched() -> None:
     assert known.depth == depth
     drafter.schedule = None
     assert costs(drafter) is None
+    guessed = Costs(replace(curve, measured=False))
+    drafter.schedule = SimpleNamespace(costs=guessed)
+    assert costs(drafter) is None
+    guessed.observe_plain(0.5, 64)
+    assert costs(drafter) is not None
     assert costs(None) is None
 
 
@@ -118,7 +124,7 @@ def test_the_page_and_its_figures(server: Server) -> None:
     assert headers["Content-Type"] == "text/html; charset=utf-8"
     assert headers.items() >= HEADERS.items()
     secret = "Marzipan im Mai"
-    usage(server)
+    usage(server, verify_length="auto")
     messages = [{"role": "user", "content": secret}]
     server.request("/v1/chat/completions", {"messages": messages, "max_tokens": 5})
     status, headers, text = get(server, "/figures")
@@ -155,6 +161,7 @@ def test_behind_a_key_a_browser_asks_for_it(scripted: tuple[str, str], tmp_path:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_the_figures(server: Server, tmp_path: Path, width: int) -> None:
     usage(server)
+    usage(server, verify_length="auto")
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"]
     command += [f"--user-data-dir={tmp_path}", f"--window-size={width},900"]
     command += ["--virtual-time-budget=4000", "--dump-dom", f"http://127.0.0.1:{server.port}/"]

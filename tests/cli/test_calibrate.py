@@ -16,6 +16,8 @@ from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.store import load_calibrations
 from tests.support.cache import cache_folder
 
+pytestmark = pytest.mark.slow
+
 TEXTS = 64
 
 

@@ -49,7 +49,7 @@ class Pair:
         if dtype:
             self.model.set_dtype(getattr(mx, dtype))
         self.drafter: Drafter = load_drafter(DEMO / "drafter", self.model)
-        store.cache_folder = lambda: folder  # type: ignore[assignment]
+        store.cache_folder = lambda: folder
 
     def fresh(self, curve: Curve | None) -> None:
         """As in a new process: this curve on file, without a history; None: the file as it is."""

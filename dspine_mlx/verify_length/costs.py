@@ -24,12 +24,13 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from dspine_mlx.cache_folder import cache_folder
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import select
 from dspine_mlx.target.rollback import Rollback, leaves
 
 log = logging.getLogger(__name__)
-CACHE = Path.home() / ".cache" / "dspine-mlx"
+CACHE = cache_folder()
 FORMAT = 2
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
 PLAIN = 12  # tokens of plain decoding timed together: the first find the CPU's caches cold

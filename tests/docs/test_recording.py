@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 import mlx_lm
 import pytest
 
-from dspine_mlx.cli.generate import apply_template
+from dspine_mlx.cli.prompting import apply_template, messages_of
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
-from tests.bench.recording import AFTER, BEFORE, LASTS, PROMPT, Piece, draw, run
+from tests.bench.recording import AFTER, BEFORE, LASTS, PROMPT, Piece, draw, in_order, run
 from tests.support.documentation import ROOT
 
 GREEN = "#98e024"
@@ -38,7 +38,7 @@ def delay(text: ElementTree.Element) -> float:
 def test_the_picture_shows_the_text_of_the_pair_that_ships() -> None:
     picture = (ROOT / "docs" / "images" / "generate.svg").read_text(encoding="utf-8")
     model, tokenizer = mlx_lm.load(str(DEMO / "target"))
-    prompt = apply_template(tokenizer, PROMPT, None, None, {})
+    prompt = apply_template(tokenizer, messages_of(PROMPT, None, None), {})
     text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=256)
     shown = lines(picture)
     first = shown.index(text.splitlines()[0])
@@ -69,6 +69,15 @@ def test_pieces_appear_as_they_came() -> None:
     assert at["two"] == (BEFORE + LASTS, None)
     assert at["summary"] == (BEFORE + LASTS + AFTER, None)
     assert f"slowed down {LASTS:.0f} times" in svg
+
+
+def test_errors_wait_for_the_end_of_a_line() -> None:
+    note, text = Piece(1.0, "note\n", True), Piece(2.0, "text", False)
+    errors = [Piece(3.0, "one\n", True), Piece(3.1, "two\n", True)]
+    end = Piece(3.2, "\x1b[32m5\r\n\x1b[0m", False)
+    assert in_order([note, text, *errors, end]) == [note, text, end, *errors]
+    assert in_order([text, end, *errors]) == [text, end, *errors]
+    assert in_order([text, *errors]) == [text, *errors]
 
 
 def test_a_command_runs_in_a_terminal() -> None:

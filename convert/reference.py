@@ -82,7 +82,8 @@ def flat_speculators(config: Config) -> Config:
     method = config["speculators_model_type"]
     out["first_slot"] = 0 if config.get("sample_from_anchor", method == "dspark") else 1
     out["is_causal"] = None
-    out["causal"] = False if config.get("sliding_window_non_causal") else None
+    non_causal = config.get("sliding_window_non_causal", method == "dflash2")
+    out["causal"] = False if non_causal else None
     out["window_from_anchor"] = True
     return with_rope(out)
 
@@ -112,9 +113,17 @@ RENAMES = {
     "logit_head.": "",
     "codes": "transfer_codes",
     "transfer_codes.weight": "transfer_codes",
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-TABLES = ("transfer_codes", "embed_tokens.weight", "lm_head.weight") + tuple(
-    f"markov_head.markov_w{i}.weight" for i in (1, 2)
+TABLES = (
+    "transfer_codes",
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
 )  # large, and read in rows
 CHUNK = 8192  # rows of a table that are in float64 at once
 

@@ -346,7 +346,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("changes, message", BAD)
+@pytest.mark.parametrize(("changes", "message"), BAD)
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
     config = dflash2_zlab()[0]
     config["dflash_config"] |= changes

@@ -20,6 +20,9 @@ class Sizes:
     K: int = 5
 
 
+SHAPE, SIZES = Shape(), Sizes()
+
+
 def convolutions(m: Maker, sizes: Sizes) -> Weights:
     H, C, groups = m.s.H, sizes.C, m.s.H // sizes.g
     w: Weights = {}
@@ -50,7 +53,7 @@ def keys(sizes: Sizes) -> dict[str, int]:
     }
 
 
-def dflash2_zlab(shape: Shape = Shape(), sizes: Sizes = Sizes(), **extra: Any) -> Checkpoint:
+def dflash2_zlab(shape: Shape = SHAPE, sizes: Sizes = SIZES, **extra: Any) -> Checkpoint:
     """As z-lab and incoai publish: all keys of the method in dflash_config."""
     m = Maker(shape)
     config = m.qwen3() | {
@@ -67,7 +70,7 @@ def dflash2_zlab(shape: Shape = Shape(), sizes: Sizes = Sizes(), **extra: Any) -
     return config | extra, weights
 
 
-def dflash2_speculators(shape: Shape = Shape(), sizes: Sizes = Sizes(), **extra: Any) -> Checkpoint:
+def dflash2_speculators(shape: Shape = SHAPE, sizes: Sizes = SIZES, **extra: Any) -> Checkpoint:
     """transformer_layer_config as a diff against Qwen3's defaults; the method's keys on top."""
     m = Maker(shape)
     layer = {k: v for k, v in m.qwen3().items() if k not in ("rms_norm_eps", "attention_bias")}
@@ -92,6 +95,9 @@ def dflash2_speculators(shape: Shape = Shape(), sizes: Sizes = Sizes(), **extra:
     }
     weights = m.backbone() | convolutions(m, sizes) | selector(m, sizes)
     return config | keys(sizes) | extra, weights
+
+
+Tensor = tuple[str, tuple[int, ...], float, float]  # name, shape, a and c of fill
 
 
 def fill(n: int, shape: tuple[int, ...], a: float, c: float) -> np.ndarray:
@@ -130,7 +136,7 @@ KNOWN_ANCHOR = 7
 
 def known() -> tuple[Weights, Head, np.ndarray]:
     """Tensors, the target's embedding and head, and features [9, 16]: the sizes of KNOWN_CONFIG."""
-    layer: list[tuple[str, tuple[int, ...], float, float]] = [
+    layer: list[Tensor] = [
         ("input_layernorm.weight", (8,), 0.2, 1),
         ("self_attn.q_proj.weight", (8, 8), 0.6, 0),
         ("self_attn.k_proj.weight", (4, 8), 0.6, 0),
@@ -147,20 +153,20 @@ def known() -> tuple[Weights, Head, np.ndarray]:
         ("mlp_conv.base_kernel", (2, 2, 8), 1, 0),
         ("mlp_conv.kernel_projection.weight", (8, 8), 0.3, 0),
     ]
-    tensors: list[tuple[str, tuple[int, ...], float, float]] = [
+    tensors: list[Tensor] = [
         ("fc.weight", (8, 16), 0.6, 0),
         ("hidden_norm.weight", (8,), 0.2, 1),
         ("norm.weight", (8,), 0.2, 1),
     ]
     for i in range(2):
-        tensors += [(f"layers.{i}.{name}", *rest) for name, *rest in layer]
+        tensors += [(f"layers.{i}.{name}", shape, a, c) for name, shape, a, c in layer]
     at = "candidate_selector."
     tensors += [
         (f"{at}predecessor_codebook", (20, 3), 2.5, 0),
         (f"{at}successor_codebook", (20, 3), 2.5, 0),
         (f"{at}hidden_projection.weight", (3, 8), 0.6, 0),
     ]
-    weights = {name: fill(n, *rest) for n, (name, *rest) in enumerate(tensors, 1)}
+    weights = {name: fill(n, shape, a, c) for n, (name, shape, a, c) in enumerate(tensors, 1)}
     assert len(weights) == 36
     head = Head(fill(37, (20, 8), 1, 0), fill(38, (20, 8), 1, 0))
     return weights, head, fill(39, (9, 16), 1, 0)

@@ -41,7 +41,7 @@ class Verification(NamedTuple):
         return bool(finite) and (not self.exact or self.difference <= EXACT * self.scale)
 
 
-class Rows:
+class SparseMatrix:
     """A matrix [V, d] of which a few rows are not zero."""
 
     def __init__(self, where: np.ndarray, rows: np.ndarray):
@@ -57,7 +57,7 @@ class Rows:
 class RowsModule(nn.Module):
     """The same as an embedding and as a head."""
 
-    def __init__(self, table: Rows):
+    def __init__(self, table: SparseMatrix):
         super().__init__()
         self.weight, self._where = mx.array(table.rows), mx.array(table.where)
 
@@ -80,7 +80,7 @@ class StandIn(Target):
         rows[:, -1] = 0
         rows[1] /= d**0.5
         self.anchor = int(tokens[tokens != mask][0])
-        embedding, head = Rows(where, rows[0]), Rows(where, rows[1])
+        embedding, head = SparseMatrix(where, rows[0]), SparseMatrix(where, rows[1])
         self.numpy = Head(embedding, head)
         self.embed, self.lm_head = RowsModule(embedding), RowsModule(head)
         self.layers, self.tied, self.dtype = [], True, mx.float32

@@ -49,7 +49,7 @@ def decode(
             for n in decoder.prefill(prompt, prefill_step_size, checkpoints):
                 done += n
                 progress(done, prompt.size)
-            policy.begin(decoder.statistics, decoder.sampler, decoder.rollback.position)
+            policy.start_text(decoder.statistics, decoder.sampler, decoder.rollback.position)
         tokens = decoder.tokens(policy, float("inf") if max_tokens < 0 else max_tokens)
         for count in itertools.count():
             with mx.stream(stream):

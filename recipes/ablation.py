@@ -23,7 +23,7 @@ from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cli.train import parse_layers
-from dspine_mlx.drafters.dflash import DFlash, Independent, Proposal
+from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.train.config import LOSSES, TrainConfig
 from dspine_mlx.train.data import Problems, prompt_tokens, read_chats
@@ -89,7 +89,7 @@ class Unrefined(DSpine):
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list) -> Proposal:
         states, _, _ = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
-        return Independent(self, self.target.head(states)).ranked()
+        return SlotwiseProposal(self, self.target.head(states)).ranked()
 
 
 def main(

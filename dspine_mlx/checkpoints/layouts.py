@@ -104,33 +104,35 @@ class Layout:
     by_shape: bool = False  # names may be unknown and are then told apart by shape
 
 
-DFLASH = Layout("DFlash, z-lab", "dflash", BACKBONE | ENDS, settings.nested)
-DFLASH_SPECULATORS = Layout("DFlash, speculators", "dflash", BACKBONE | ENDS, settings.speculators)
-DSPARK_DEEPSPEC = Layout("DSpark, DeepSpec", "dspark", BACKBONE | ENDS | HEADS, settings.nested)
+DFLASH = Layout("DFlash, z-lab", "dflash", BACKBONE | ENDS, settings.read_flat)
+DFLASH_SPECULATORS = Layout(
+    "DFlash, speculators", "dflash", BACKBONE | ENDS, settings.read_speculators
+)
+DSPARK_DEEPSPEC = Layout("DSpark, DeepSpec", "dspark", BACKBONE | ENDS | HEADS, settings.read_flat)
 DSPARK_GEMMA4 = Layout(
-    "DSpark for Gemma 4, DeepSpec", "dspark_gemma4", GEMMA4 | ENDS | HEADS, settings.gemma4
+    "DSpark for Gemma 4, DeepSpec", "dspark_gemma4", GEMMA4 | ENDS | HEADS, settings.read_gemma4
 )
 DSPARK_SPECFORGE = Layout(
     "DSpark, SpecForge",
     "dspark",
     BACKBONE | ENDS | HEADS | {f"logit_head.{name}": path for name, path in HEADS.items()},
-    settings.nested,
+    settings.read_flat,
 )
 DSPARK_SPECULATORS = Layout(
-    "DSpark, speculators", "dspark", BACKBONE | ENDS | HEADS, settings.speculators
+    "DSpark, speculators", "dspark", BACKBONE | ENDS | HEADS, settings.read_speculators
 )
-DSPINE_SPECFORGE = Layout("DSpine, SpecForge", "dspine", BACKBONE | INJECTION, settings.nested)
+DSPINE_SPECFORGE = Layout("DSpine, SpecForge", "dspine", BACKBONE | INJECTION, settings.read_flat)
 DSPINE_REFERENCE = Layout(
     "DSpine, reference",
     "dspine",
     BACKBONE | INJECTION | {"codes": "transfer_codes.weight"},
-    settings.reference,
+    settings.read_reference,
 )
 DSPINE_TENCENT = Layout(
-    "DSpine, Tencent", "dspine", BACKBONE | INJECTION, settings.tencent, by_shape=True
+    "DSpine, Tencent", "dspine", BACKBONE | INJECTION, settings.read_tencent, by_shape=True
 )
 CONVERTED = {  # what this package writes: parameter paths and config fields as they are
-    method: Layout(f"{title}, dspine-mlx", method, names, settings.own, offsets=False)
+    method: Layout(f"{title}, dspine-mlx", method, names, settings.read_own, offsets=False)
     for method, title, names in (
         ("dflash", "DFlash", BACKBONE | ENDS),
         ("dspark", "DSpark", BACKBONE | ENDS | HEADS),

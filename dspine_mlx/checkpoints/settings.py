@@ -48,12 +48,12 @@ def section(config: Config, name: str) -> dict[str, Any]:
     return value
 
 
-def own(config: Config, shapes: Shapes) -> dict[str, Any]:
+def read_own(config: Config, shapes: Shapes) -> dict[str, Any]:
     """A converted folder's: the fields themselves."""
     return flatten(config)
 
 
-def nested(config: Config, shapes: Shapes) -> dict[str, Any]:
+def read_flat(config: Config, shapes: Shapes) -> dict[str, Any]:
     """z-lab's, SpecForge's and DeepSpec's: flat keys under dflash_config and dspine_config.
 
     The anchor-first question is settled by the method: DSpark's blocks are, unless
@@ -70,7 +70,7 @@ def nested(config: Config, shapes: Shapes) -> dict[str, Any]:
     return head_settings(flat, shapes)
 
 
-def gemma4(config: Config, shapes: Shapes) -> dict[str, Any]:
+def read_gemma4(config: Config, shapes: Shapes) -> dict[str, Any]:
     """DeepSpec's for Gemma 4: the target's text config, of whose layers all are global ones."""
     rope = section(config, "rope_parameters").get("full_attention", GEMMA4_ROPE)
     flat = flatten(dict(config) | {"rope_parameters": rope})
@@ -103,14 +103,14 @@ def gemma4(config: Config, shapes: Shapes) -> dict[str, Any]:
     return head_settings(flat | {"is_causal": None, "causal": None}, shapes)
 
 
-def reference(config: Config, shapes: Shapes) -> dict[str, Any]:
+def read_reference(config: Config, shapes: Shapes) -> dict[str, Any]:
     """Model keys under "config". Its block of 16 is stated nowhere in some files."""
-    return tencent({"block_size": 16} | section(config, "config"), shapes)
+    return read_tencent({"block_size": 16} | section(config, "config"), shapes)
 
 
-def tencent(config: Config, shapes: Shapes) -> dict[str, Any]:
+def read_tencent(config: Config, shapes: Shapes) -> dict[str, Any]:
     """Rank and message size are read off the tensors: no public key names them."""
-    flat = nested(config, shapes)
+    flat = read_flat(config, shapes)
     readout = shapes.get("injection.readouts.0.weight")
     if readout:
         flat["transfer_rank"] = readout[0]
@@ -119,7 +119,7 @@ def tencent(config: Config, shapes: Shapes) -> dict[str, Any]:
     return flat
 
 
-def speculators(config: Config, shapes: Shapes) -> dict[str, Any]:
+def read_speculators(config: Config, shapes: Shapes) -> dict[str, Any]:
     """transformer_layer_config over Qwen3's defaults; aux ids count one above the taps."""
     layer = QWEN3_DEFAULTS | {
         k: v for k, v in section(config, "transformer_layer_config").items() if v is not None

@@ -34,7 +34,7 @@ class Proposal(NamedTuple):
 
 
 @dataclass
-class Independent:
+class SlotwiseProposal:
     """A block of M slots that each pick on their own; its candidates are not ranked yet, and a
     greedy draft needs none."""
 
@@ -42,11 +42,11 @@ class Independent:
     logits: mx.array  # [M, V] of the drafter's head
     confidence: mx.array | None = None  # [M] that slot t stands given that t - 1 does
 
-    def best(self) -> mx.array:
+    def greedy_tokens(self) -> mx.array:
         """Ids [M] of the best tokens."""
         return self.drafter.tokens(mx.argmax(self.logits, axis=-1))
 
-    def law(self) -> mx.array:
+    def probs(self) -> mx.array:
         """Chances of the slots' K candidates [M, K], in no order."""
         values, K = shortlist(self.logits, self.drafter.config.top_k)[0], self.drafter.config.top_k
         top = mx.partition(values, -K, axis=-1)[:, -K:] if values.shape[1] > K else values
@@ -268,7 +268,7 @@ class DFlash(nn.Module):
 
     def propose(
         self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
-    ) -> Proposal | Independent:
+    ) -> Proposal | SlotwiseProposal:
         """Propose M tokens after the anchor.
 
         features: [1, n, m*d], target features of the positions before the anchor that are not yet
@@ -276,7 +276,7 @@ class DFlash(nn.Module):
         """
         h = self.backbone(mx.array(anchor), features, cache)
         states = self.norm(h[0, self.config.first_slot :])
-        return Independent(self, self.target.head(states))
+        return SlotwiseProposal(self, self.target.head(states))
 
 
 CHUNK = 128

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.config import DSparkConfig
-from dspine_mlx.drafters.dflash import DFlash, Independent, Proposal
+from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target.model import Target
@@ -148,14 +148,14 @@ class DSpark(DFlash):
 
     def propose(
         self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
-    ) -> Proposal | Independent:
+    ) -> Proposal | SlotwiseProposal:
         """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the
         confidence of every slot after each candidate of the one before. See `DFlash.propose`."""
         anchor = mx.array(anchor)
         h = self.backbone(anchor, features, cache)
         states = self.norm(h[0, self.config.first_slot :])
         if "markov_head" not in self:
-            return Independent(self, self.target.head(states), self.confidence(states))
+            return SlotwiseProposal(self, self.target.head(states), self.confidence(states))
         ids, scores = self.candidates(states)
         candidates = self.tokens(ids)
         before = mx.broadcast_to(anchor.reshape(1, 1), (1, ids.shape[1])).astype(candidates.dtype)

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.sample_utils import greedy_sampler
 
-from dspine_mlx.drafters.dflash import DFlash, Independent, Proposal
+from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import make_caches
 from dspine_mlx.measure.compare import Pair
@@ -61,10 +61,10 @@ class TimedContext(DraftContext):
         super().__init__(drafter, cache)
         self.watch = watch
 
-    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | Independent:
+    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | SlotwiseProposal:
         with self.watch.timing("draft"):
             proposal = super().propose(anchor, features)
-            mx.eval(proposal.logits if isinstance(proposal, Independent) else proposal)
+            mx.eval(proposal.logits if isinstance(proposal, SlotwiseProposal) else proposal)
         return proposal
 
 
@@ -82,9 +82,9 @@ class TimedDecoder(Decoder):
             mx.eval(draft.tokens, draft.evidence)
         return draft
 
-    def feed(self, tokens: mx.array, start: bool = False) -> mx.array:
+    def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
         with self.watch.timing("verify"):
-            logits = super().feed(tokens, start)
+            logits = super().feed(tokens, eager_taps)
             mx.eval(logits, self.features)
         return logits
 

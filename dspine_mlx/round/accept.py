@@ -13,7 +13,7 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 
 
-class Rows:
+class TargetLogits:
     """The target's rows of a block, as logits [l + 1, V] on the anchor and the draft's first l
     tokens; logprobs are computed of as many as are asked for."""
 
@@ -33,7 +33,7 @@ def normalised(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def accept(draft: Draft, rows: Rows, sampler: SamplerFunction) -> tuple[int, int]:
+def accept(draft: Draft, rows: TargetLogits, sampler: SamplerFunction) -> tuple[int, int]:
     """The number n of drafted tokens that stand, and the token that follows them.
 
     A one-hot draft has l tokens and is compared with what the sampler picks from each row. A draft
@@ -47,7 +47,7 @@ def accept(draft: Draft, rows: Rows, sampler: SamplerFunction) -> tuple[int, int
         return match(draft.tokens, logprobs, sampler)
     if not isinstance(sampler, Sampler):
         raise TypeError("a sampled draft needs a Sampler whose law is known")
-    p, uniform = sampler.law(logprobs), mx.random.uniform(shape=draft.tokens.shape)
+    p, uniform = sampler.probs(logprobs), mx.random.uniform(shape=draft.tokens.shape)
     if sampler.xtc_probability > 0:
         # A block's end depends on rows after it, whose coins will be tossed again next round.
         n, weight = accepted(acceptance(draft, p), uniform), mx.array(1.0)
@@ -63,7 +63,7 @@ def accept(draft: Draft, rows: Rows, sampler: SamplerFunction) -> tuple[int, int
     return n.item(), following.item()
 
 
-def match_greedy(tokens: mx.array, rows: Rows) -> tuple[int, int]:
+def match_greedy(tokens: mx.array, rows: TargetLogits) -> tuple[int, int]:
     """`match` for the greedy sampler, which picks from logprobs, mostly without computing them.
 
     Subtracting the normaliser L keeps the order of logits, but rounding may make the best of them

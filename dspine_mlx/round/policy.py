@@ -16,10 +16,10 @@ class Policy(Protocol):
     parked: bool  # plain decoding, until further notice
 
     @property
-    def weighs(self) -> bool:
+    def needs_evidence(self) -> bool:
         """Whether the next length depends on the draft's evidence, which then comes with it."""
 
-    def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         """A new text starts after depth tokens."""
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
@@ -28,13 +28,13 @@ class Policy(Protocol):
     def learn(self, accepted: int, offered: int) -> None:
         """The round is over; accepted of the offered tokens stood."""
 
-    def probing(self, depth: int) -> bool:
+    def probe_due(self, depth: int) -> bool:
         """Whether to draft now while decoding plainly, only to be watched."""
 
-    def watch(self, draft: Draft) -> None:
+    def start_probe(self, draft: Draft) -> None:
         """A draft that the next plain tokens will be compared with."""
 
-    def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
+    def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         """A plain token, which the caller has waited for since the clock's reading waiting."""
 
     def hopeless(self, depth: int) -> bool:
@@ -50,9 +50,9 @@ class Fixed:
 
     tokens: int
     parked: bool = False
-    weighs: bool = False
+    needs_evidence: bool = False
 
-    def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.parked = self.tokens == 0
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
@@ -60,12 +60,12 @@ class Fixed:
 
     def learn(self, accepted: int, offered: int) -> None: ...
 
-    def probing(self, depth: int) -> bool:
+    def probe_due(self, depth: int) -> bool:
         return False
 
-    def watch(self, draft: Draft) -> None: ...
+    def start_probe(self, draft: Draft) -> None: ...
 
-    def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None: ...
+    def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None: ...
 
     def hopeless(self, depth: int) -> bool:
         return False

@@ -59,7 +59,7 @@ class Sampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         return self.function(logprobs)
 
-    def law(self, logprobs: mx.array) -> mx.array:
+    def probs(self, logprobs: mx.array) -> mx.array:
         """The float32 law [n, V] that a draw from each row of logprobs [n, V] follows.
 
         XTC tosses its coin for every row here; the law returned is the one given the coin.
@@ -88,7 +88,7 @@ class Sampler:
         special = list(self.xtc_special_tokens)
         return apply_xtc(row, self.xtc_probability, self.xtc_threshold, special)
 
-    def draft_law(self, scores: mx.array) -> mx.array:
+    def draft_probs(self, scores: mx.array) -> mx.array:
         """The law [n, K] to draw drafts from, given scores [n, K] of the K candidates.
 
         The user's truncation without the coin of XTC: any law is lossless, one close to the

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from dspine_mlx.drafters.dflash import Independent, Proposal
+from dspine_mlx.drafters.dflash import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.round.sampler import Sampler
@@ -48,7 +48,7 @@ class Draft(NamedTuple):
     candidates: mx.array  # [M, K] that it was picked from; [M, 1] where nothing was ranked
     q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
-    outlook: Evidence | None = None  # of the greedy path of a sampled draft, known before any draw
+    greedy_path: Evidence | None = None  # of a sampled draft, known before any draw
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]
@@ -56,23 +56,23 @@ class Draft(NamedTuple):
 
 
 def select(
-    proposal: Proposal | Independent,
+    proposal: Proposal | SlotwiseProposal,
     sampler: Sampler | None = None,
     kernels: Kernels = OFF,
     stops: Stops = frozenset(),
-    weigh: bool = True,
+    with_evidence: bool = True,
 ) -> Draft:
     """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
 
-    stops: tokens after which no slot can stand; weigh: with the evidence. Nothing is evaluated
-    here. With a sampler the draws come from `mx.random`'s global state.
+    stops: tokens after which no slot can be accepted. Nothing is evaluated here. With a sampler the
+    draws come from `mx.random`'s global state.
     """
-    if sampler is None and isinstance(proposal, Independent):
-        tokens, chances = proposal.best(), proposal.confidence
+    if sampler is None and isinstance(proposal, SlotwiseProposal):
+        tokens, chances = proposal.greedy_tokens(), proposal.confidence
         draft = Draft(tokens, tokens[:, None], None)
-        if not weigh:
+        if not with_evidence:
             return draft
-        chances = proposal.law() if chances is None else chances
+        chances = proposal.probs() if chances is None else chances
         return draft._replace(evidence=Evidence(tokens, chances, stops))
     proposal = proposal.ranked()
     candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
@@ -80,20 +80,20 @@ def select(
     if sampler is not None:
         if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
             rows = mx.concatenate([first[None], transitions.reshape(-1, first.size)])
-            rows = mx.log(sampler.draft_law(rows))
+            rows = mx.log(sampler.draft_probs(rows))
             first, transitions = rows[0], rows[1:].reshape(transitions.shape)
         else:
             temp = sampler.temp
         noise = mx.random.gumbel(candidates.shape) * temp
     path, law = walk(first, transitions, noise, 1 / temp, kernels)
     draft = Draft(tokens_on(proposal, path), candidates, None if sampler is None else law)
-    if not weigh:
+    if not with_evidence:
         return draft
     draft = draft._replace(evidence=evidence(proposal, path, law, stops))
     if sampler is None:
         return draft
     greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
-    return draft._replace(outlook=evidence(proposal, *greedy, stops))
+    return draft._replace(greedy_path=evidence(proposal, *greedy, stops))
 
 
 def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:

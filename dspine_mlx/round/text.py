@@ -13,9 +13,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.drafters.dflash import DFlash, Independent, Proposal
+from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.accept import Rows, accept, normalised
+from dspine_mlx.round.accept import TargetLogits, accept, normalised
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, Stops, select
@@ -82,7 +82,7 @@ class DraftContext:
         self.marks = [c.offset for c in self.cache]
         self.taken: int | None = None  # rows of the backlog that a proposal took in
 
-    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | Independent:
+    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | SlotwiseProposal:
         """Take in the backlog and the newest features, and propose tokens after the anchor."""
         rows = mx.concatenate([*self.backlog, features], axis=1)
         proposal = self.drafter.propose(anchor, rows, self.cache)
@@ -181,12 +181,12 @@ class Decoder:
             yield end - start
         self.history, self.pending = prompt[:-1], prompt[-1:]
 
-    def feed(self, tokens: mx.array, start: bool = False) -> mx.array:
-        """The target's logits [n, V] after each of the tokens [n]; start: see `Target.forward`."""
+    def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
+        """The target's logits [n, V] after each of the tokens [n]."""
         self.fed = tokens
         self.rollback.feeding(tokens.size)
         taps = self.drafter.config.target_layer_ids
-        logits, self.features = self.drafter.target.forward(tokens, self.cache, taps, start)
+        logits, self.features = self.drafter.target.forward(tokens, self.cache, taps, eager_taps)
         return logits
 
     def processed(self, logits: mx.array) -> mx.array:
@@ -244,8 +244,8 @@ class Decoder:
         sampled = isinstance(self.sampler, Sampler) and self.draft_filter is None
         proposal = self.context.propose(anchor, self.features)
         sampler = self.sampler if sampled else None
-        draft = select(proposal, sampler, self.drafter.kernels, self.stops, policy.weighs)
-        mx.async_eval(draft.tokens, draft.evidence, draft.outlook)
+        draft = select(proposal, sampler, self.drafter.kernels, self.stops, policy.needs_evidence)
+        mx.async_eval(draft.tokens, draft.evidence, draft.greedy_path)
         return draft
 
     def permitted(self, anchor: mx.array, draft: Draft, length: int) -> int:
@@ -264,7 +264,7 @@ class Decoder:
         drafted = [] if draft is None else [draft.tokens[:length].astype(anchor.dtype)]
         fed = mx.concatenate([anchor, *drafted])
         with self.rollback.verifying(fed):
-            rows = Rows(self.processed(self.feed(fed, start=True)))
+            rows = TargetLogits(self.processed(self.feed(fed, eager_taps=True)))
         self.rows, self.pending = 1, None
         if draft is None:
             n, tokens = 0, [self.sampler(rows.logprobs(1)).item()]
@@ -301,14 +301,14 @@ class Decoder:
                 self.pending = token
                 yield token.item(), logprobs, False
                 return
-            if policy.probing(depth):
-                policy.watch(self.propose(token, policy))
+            if policy.probe_due(depth):
+                policy.start_probe(self.propose(token, policy))
                 self.context.begin()  # what it took in belongs to the text
             started = time.perf_counter()
             following = self.step(token)
             self.rows = 1
             read = token.item()
-            policy.plain(read, logprobs, started, depth)
+            policy.plain_token(read, logprobs, started, depth)
             yield read, logprobs, False
             if read in self.stops:
                 return

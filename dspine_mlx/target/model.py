@@ -82,8 +82,9 @@ class Target:
         return Lookup(rows, self.head_rows(tokens.reshape(-1)))
 
     @contextmanager
-    def taps(self, ids: tuple[int, ...], start: bool = False) -> Iterator[None]:
-        """Within the block, layers `ids` also record their output; start: and begin with it.
+    def taps(self, ids: tuple[int, ...], eager_taps: bool = False) -> Iterator[None]:
+        """Within the block, layers `ids` also record their output; `eager_taps` sends each tapped
+        layer off to the device as soon as it is built.
 
         A layer's class is swapped for a recording subclass and swapped back on every exit, so
         logits are bit-identical and the parameter tree never changes.
@@ -91,7 +92,7 @@ class Target:
         tapped = [self.layers[i] for i in ids]
         classes = [type(layer) for layer in tapped]
         self._tapped.rows.clear()
-        self._tapped.start = start
+        self._tapped.eager = eager_taps
         try:
             for layer, cls in zip(tapped, classes, strict=True):
                 layer.__class__ = self._recording[cls]
@@ -99,17 +100,17 @@ class Target:
         finally:
             for layer, cls in zip(tapped, classes, strict=True):
                 layer.__class__ = cls
-            self._tapped.start = False
+            self._tapped.eager = False
 
     def forward(
-        self, tokens: mx.array, cache: list[Any], ids: tuple[int, ...], start: bool = False
+        self, tokens: mx.array, cache: list[Any], ids: tuple[int, ...], eager_taps: bool = False
     ) -> tuple[mx.array, mx.array]:
         """One forward over tokens [n]: logits [n, V] and features [1, n, m*d] of the m taps.
 
-        start: the device begins with the layers up to each tap while the host is still at those
-        behind it, for a device that has nothing else to do.
+        eager_taps: send each tapped layer off as soon as it is built, so that an idle device
+        starts while the host still builds the layers after it.
         """
-        with self.taps(ids, start):
+        with self.taps(ids, eager_taps):
             logits = self.model(tokens[None], cache=cache)
         return logits[0], self._tapped.features([self.layers[i] for i in ids])
 
@@ -126,11 +127,11 @@ class Tapped:
 
     def __init__(self) -> None:
         self.rows: dict[int, mx.array] = {}
-        self.start = False
+        self.eager = False
 
     def add(self, layer: nn.Module, states: mx.array) -> None:
         self.rows[id(layer)] = states
-        if self.start:
+        if self.eager:
             mx.async_eval(states)
 
     def features(self, layers: list[nn.Module]) -> mx.array:

@@ -1,7 +1,7 @@
 """Rollback: the target's caches back to the accepted prefix of a verify forward.
 
 Rows of a KV cache are trimmed and rows of a window are sliced off. Recurrent states can't be taken
-apart: they are computed again from what the verify forward recorded: see
+apart: they are computed again from what the verify forward recorded, in
 `dspine_mlx.target.recurrent`.
 """
 
@@ -24,23 +24,23 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.target.recurrent import Record, Recorder
 
 
-class Trimmed:
+class KVMark:
     """A cache whose newest rows can be cut off: KV, quantised KV, chunked KV."""
 
     def __init__(self, cache: Any):
         self.cache, self.offset = cache, cache.offset
 
-    def move(self) -> None:
-        """To behind a single row."""
+    def advance_one(self) -> None:
+        """Advance past one row."""
         self.offset = self.cache.offset
 
-    def keep(self, rows: int) -> None:
+    def keep_first(self, rows: int) -> None:
         excess = self.cache.offset - self.offset - rows
         if excess > 0:
             self.cache.trim(excess)
 
 
-class Windowed(Trimmed):
+class WindowMark(KVMark):
     """A rotating cache, wrapped or not. Its own trim moves counters only.
 
     After an update of several rows the buffer is in time order and holds up to max_size - 1 rows
@@ -54,12 +54,12 @@ class Windowed(Trimmed):
         super().__init__(cache)
         self.before: tuple[Any, ...] | None = None
 
-    def hold(self) -> None:
+    def snapshot(self) -> None:
         """Before an update of several rows."""
         cache = self.cache
         self.before = cache.keys, cache.values, cache.offset, cache._idx
 
-    def keep(self, rows: int) -> None:
+    def keep_first(self, rows: int) -> None:
         cache = self.cache
         fed = cache.offset - self.offset
         if fed <= rows:
@@ -75,29 +75,29 @@ class Windowed(Trimmed):
             cache._idx = cache.keys.shape[2]
 
 
-class Recurrent:
+class RecurrentMark:
     """A recurrent state: the old arrays, and what was recorded of the forward that changed them."""
 
     def __init__(self, cache: ArraysCache):
         self.cache, self.before = cache, list(cache.cache)
         self.record = Record(cache)
 
-    def move(self) -> None:
+    def advance_one(self) -> None:
         self.before = list(self.cache.cache)
 
-    def keep(self, rows: int) -> None:
+    def keep_first(self, rows: int) -> None:
         if rows == 0:
             self.cache.cache = list(self.before)
         elif rows < self.record.fed:
             self.cache.cache = self.record.states_after(rows)
 
 
-MARKS: dict[type, type[Trimmed] | type[Recurrent]] = {
-    KVCache: Trimmed,
-    QuantizedKVCache: Trimmed,
-    ChunkedKVCache: Trimmed,
-    RotatingKVCache: Windowed,
-    ArraysCache: Recurrent,
+MARKS: dict[type, type[KVMark] | type[RecurrentMark]] = {
+    KVCache: KVMark,
+    QuantizedKVCache: KVMark,
+    ChunkedKVCache: KVMark,
+    RotatingKVCache: WindowMark,
+    ArraysCache: RecurrentMark,
 }
 
 
@@ -129,11 +129,11 @@ class Rollback:
     @property
     def position(self) -> int:
         """Tokens in the caches at the last checkpoint, or 0 if none of the caches counts them."""
-        return max((m.offset for m in self.marks if isinstance(m, Trimmed)), default=0)
+        return max((m.offset for m in self.marks if isinstance(m, KVMark)), default=0)
 
     @property
-    def recurrent(self) -> list[Recurrent]:
-        return [m for m in self.marks if isinstance(m, Recurrent)]
+    def recurrent(self) -> list[RecurrentMark]:
+        return [m for m in self.marks if isinstance(m, RecurrentMark)]
 
     def checkpoint(self) -> None:
         self.marks = [MARKS[type(c)](c) for c in leaves(self.cache)]
@@ -143,14 +143,14 @@ class Rollback:
         """Plain decoding: the single row fed since the checkpoint belongs to the text, and the
         checkpoint moves behind it."""
         for mark in self.marks:
-            mark.move()
+            mark.advance_one()
 
     def feeding(self, rows: int) -> None:
         """Before a forward over so many rows."""
         if rows > 1:
             for mark in self.marks:
-                if isinstance(mark, Windowed):
-                    mark.hold()
+                if isinstance(mark, WindowMark):
+                    mark.snapshot()
 
     @contextmanager
     def verifying(self, tokens: mx.array) -> Iterator[None]:
@@ -173,11 +173,11 @@ class Rollback:
         records = [m.record for m in self.recurrent]
         if partly and self.recorder is not None and not self.recorder.explains(records):
             for mark in self.marks:
-                mark.keep(0)
+                mark.keep_first(0)
             self.model(self.tokens[None, :rows], cache=self.cache)
         else:
             for mark in self.marks:
-                mark.keep(rows)
+                mark.keep_first(rows)
         if partly:  # start now, while the next forward is being built
             mx.async_eval([m.cache.cache for m in self.recurrent])
 

@@ -19,7 +19,7 @@ from dspine_mlx.train.batches import Observe, assemble, draw, draw_blocks, slot_
 from dspine_mlx.train.blocks import Batch
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence
-from dspine_mlx.train.losses import Rows, Schedule, acceptance_length, drafter_loss
+from dspine_mlx.train.losses import LossRows, Schedule, acceptance_length, drafter_loss
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 Record = dict[str, float | int]
@@ -59,7 +59,7 @@ class Trainer:
         self.step = 0
         self.best, self.bad = -math.inf, 0
 
-    def forward(self, batch: Batch, schedule: Schedule) -> tuple[mx.array, Rows]:
+    def forward(self, batch: Batch, schedule: Schedule) -> tuple[mx.array, LossRows]:
         return drafter_loss(
             self.drafter,
             batch,
@@ -199,7 +199,7 @@ class Estimate:
     def __init__(self) -> None:
         self.sums = mx.zeros((5,))
 
-    def add(self, batch: Batch, rows: Rows) -> None:
+    def add(self, batch: Batch, rows: LossRows) -> None:
         greedy, blocks = acceptance_length(batch.weights, rows.agree)
         sampled, _ = acceptance_length(batch.weights, rows.overlap)
         ce, weight = (batch.weights * rows.ce).sum(), batch.weights.sum()

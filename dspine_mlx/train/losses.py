@@ -26,7 +26,7 @@ class Schedule(NamedTuple):
     denominator: mx.array  # sum of the weights of all rows of the optimiser step
 
 
-class Rows(NamedTuple):
+class LossRows(NamedTuple):
     """What one chunk of rows adds to the loss, and how its drafts would fare."""
 
     loss: mx.array  # [R]
@@ -43,7 +43,7 @@ def drafter_loss(
     *,
     checkpoint: bool = False,
     logit_rows: int = 2048,
-) -> tuple[mx.array, Rows]:
+) -> tuple[mx.array, LossRows]:
     """This batch's share of the step's loss, and the rows [S, A, M] it is made of."""
     states = forward(drafter, batch, config, checkpoint=checkpoint)
     inputs, shared = row_inputs(drafter, batch, states)
@@ -57,7 +57,7 @@ def drafter_loss(
         for i in range(0, count, logit_rows)
     ]
     parts = [mx.concatenate(part) for part in zip(*chunks, strict=True)]
-    rows = Rows(*(part.reshape(batch.weights.shape) for part in parts))
+    rows = LossRows(*(part.reshape(batch.weights.shape) for part in parts))
     loss = rows.loss
     if isinstance(drafter, DSpine):
         loss = loss + schedule.beta * alignment(drafter, batch, states, rows.ce, config)
@@ -180,11 +180,11 @@ def dflash_rows(
     hidden: mx.array,
     labels: mx.array,
     base: mx.array,
-) -> Rows:
+) -> LossRows:
     """CE (alpha = 1), or the papers' mix with L1."""
     law = laws(drafter, hidden, all_logits(drafter, base))
     ce = law.cross_entropy(labels)
-    return Rows(law.distribution_loss(ce, alpha, config), ce, law.agree, law.overlap)
+    return LossRows(law.distribution_loss(ce, alpha, config), ce, law.agree, law.overlap)
 
 
 def dspark_rows(
@@ -193,7 +193,7 @@ def dspark_rows(
     alpha: mx.array,
     successors: mx.array,
     *rows: mx.array,
-) -> Rows:
+) -> LossRows:
     """The mix on logits with the Markov bias, and BCE of the confidence against 1 - L1 / 2.
 
     successors: w2 [V, r]; rows: the drafter's own head if it has one, then the target's states,
@@ -207,7 +207,7 @@ def dspark_rows(
         confidence, mx.stop_gradient(law.overlap), with_logits=True, reduction="none"
     )
     loss = law.distribution_loss(ce, alpha, config) + config.confidence_weight * stands
-    return Rows(loss, ce, law.agree, law.overlap)
+    return LossRows(loss, ce, law.agree, law.overlap)
 
 
 def dspine_rows(
@@ -215,7 +215,7 @@ def dspine_rows(
     config: LossConfig,
     alpha: mx.array,
     *rows: mx.array,
-) -> Rows:
+) -> LossRows:
     """The mix on the base logits, and again on the scores of the base's K candidates, which are the
     refined ones (without refinement: the base's).
 
@@ -238,10 +238,10 @@ def dspine_rows(
     first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
     best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
     overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-    return Rows(loss, ce, best == law.best, overlap)
+    return LossRows(loss, ce, best == law.best, overlap)
 
 
-RowLoss = Callable[..., Rows]
+RowLoss = Callable[..., LossRows]
 ROWS: dict[type[DFlash], RowLoss] = {DFlash: dflash_rows, DSpark: dspark_rows, DSpine: dspine_rows}
 
 

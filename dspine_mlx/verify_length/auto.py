@@ -23,7 +23,7 @@ from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.chances import Belief
 from dspine_mlx.verify_length.constant import Constant
 from dspine_mlx.verify_length.costs import Costs
-from dspine_mlx.verify_length.rules import admitted, values, worth
+from dspine_mlx.verify_length.rules import length_values, sampled_verify_length, token_values
 
 LOSING = 0.7  # expected speed over plain decoding below which no more is to be lost to find out
 RESUME = 1.02  # expected speed over plain decoding above which parked drafting starts again
@@ -43,7 +43,7 @@ class Watch:
     draft: Draft
     tokens: list[int] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
-    outlook: list[float] = field(default_factory=list)
+    greedy_path: list[float] = field(default_factory=list)
     slot: int = 0
 
 
@@ -52,7 +52,7 @@ class Round:
     """A round in the making, and what came of it; without chances if its evidence isn't read."""
 
     depth: int
-    outlook: list[float] = field(default_factory=list)  # log-odds along the greedy path
+    greedy_path: list[float] = field(default_factory=list)  # log-odds along the greedy path
     chances: list[float] = field(default_factory=list)
     drafting: float = 0.0  # seconds
     begun: float = 0.0  # the clock when verifying began
@@ -96,13 +96,13 @@ class Auto:
         self.rounds_left = CHECK  # before plain decoding is timed again
         self.interval = self.countdown = FIRST_PROBE
         self.sampler: Sampler | None = None
-        self.begin(Statistics(), lambda x: x, 0)
+        self.start_text(Statistics(), lambda x: x, 0)
 
     @property
-    def weighs(self) -> bool:
+    def needs_evidence(self) -> bool:
         return self.parked or not self.constant.unread
 
-    def begin(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
         self.statistics = statistics
         self.sampler = sampler if isinstance(sampler, Sampler) and sampler.temp > 0 else None
@@ -146,12 +146,12 @@ class Auto:
         plain, rate = costs.plain(depth), self.rate(depth)
         if limit < len(this.chances):  # no block goes on beyond the text's last tokens
             rate = 1 / plain
-        survival, seconds = self.belief.survival(this.outlook[:limit]), costs.verify(depth)
-        w = worth(survival, seconds, costs.draft(depth), plain, rate)
-        this.values = values(chances, seconds, w)
+        survival, seconds = self.belief.survival(this.greedy_path[:limit]), costs.verify(depth)
+        w = token_values(survival, seconds, costs.draft(depth), plain, rate)
+        this.values = length_values(chances, seconds, w)
         if self.sampler is None:
             return this.values.index(max(this.values))
-        return admitted(chances, self.belief.chances(this.outlook), seconds, w)
+        return sampled_verify_length(chances, self.belief.chances(this.greedy_path), seconds, w)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
@@ -159,11 +159,11 @@ class Auto:
         if draft.evidence is None:
             self.newest = Round(depth, begun=self.clock())
             return min(self.constant.length, limit)
-        mx.eval(draft.tokens, draft.evidence, draft.outlook)
+        mx.eval(draft.tokens, draft.evidence, draft.greedy_path)
         now = self.clock()
-        odds, outlook = self.log_odds(draft)
+        odds, greedy_path = self.log_odds(draft)
         chances = self.belief.chances(odds)
-        self.newest = Round(depth, outlook, chances, seconds + now - started, now)
+        self.newest = Round(depth, greedy_path, chances, seconds + now - started, now)
         self.newest.chosen = self.choose(self.newest, limit)
         return self.newest.chosen
 
@@ -172,7 +172,7 @@ class Auto:
         assert draft.evidence is not None
         of = self.belief.calibration.block_log_odds
         odds = of(draft.evidence.log_odds())
-        return odds, odds if draft.outlook is None else of(draft.outlook.log_odds())
+        return odds, odds if draft.greedy_path is None else of(draft.greedy_path.log_odds())
 
     def learn(self, accepted: int, offered: int) -> None:
         assert self.newest is not None
@@ -204,7 +204,7 @@ class Auto:
         chances = this.chances or self.belief.chances(self.belief.usual)
         if this.chances:
             self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
-            self.belief.round_over(this.outlook)
+            self.belief.round_over(this.greedy_path)
         for slot in range(min(this.offered, this.accepted + 1)):
             self.belief.update(slot, chances[slot], float(slot < this.accepted))
         if len(this.values) == len(chances) + 1:
@@ -232,7 +232,7 @@ class Auto:
         if self.explain:
             self.explain(f"parked at {depth}: {self.comparison(depth)}")
 
-    def probing(self, depth: int) -> bool:
+    def probe_due(self, depth: int) -> bool:
         if not self.parked or self.stretch or self.watched is not None or self.countdown > 0:
             return False
         hopeless = self.hopeless(depth)
@@ -240,7 +240,7 @@ class Auto:
             self.countdown = FIRST_PROBE
         return not hopeless
 
-    def watch(self, draft: Draft) -> None:
+    def start_probe(self, draft: Draft) -> None:
         self.watched = Watch(draft)
         self.last = -1.0  # the draft takes its time from the next two tokens
         self.statistics.probes += 1
@@ -249,7 +249,7 @@ class Auto:
         """Start timing plain tokens."""
         self.last, self.times = 0.0, list[float]()  # clock at the last token; 0: not usable
 
-    def plain(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
+    def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         now = self.clock()
         self.statistics.plain += 1
         self.countdown -= 1
@@ -276,13 +276,13 @@ class Auto:
         """One plain token against the watched draft; at the first that differs the probe ends."""
         if watch.slot == 0:
             watch.tokens = watch.draft.tokens.tolist()
-            watch.odds, watch.outlook = self.log_odds(watch.draft)
+            watch.odds, watch.greedy_path = self.log_odds(watch.draft)
         slot, agrees = watch.slot, watch.tokens[watch.slot] == token
         stood = float(agrees)
         if self.sampler is not None and watch.draft.q is not None:
             here = slice(slot, slot + 1)
             one = Draft(watch.draft.tokens[here], watch.draft.candidates[here], watch.draft.q[here])
-            stood = acceptance(one, self.sampler.law(logprobs[None])).item()
+            stood = acceptance(one, self.sampler.probs(logprobs[None])).item()
         self.belief.update(slot, self.belief.chances(watch.odds)[slot], stood)
         watch.slot += 1
         if not agrees or watch.slot == len(watch.tokens):
@@ -291,8 +291,8 @@ class Auto:
 
     def judge(self, watch: Watch, depth: int) -> None:
         """After a probe: resume, look again soon, or wait twice as long."""
-        self.belief.round_over(watch.outlook)
-        this = Round(depth, watch.outlook, self.belief.chances(watch.odds))
+        self.belief.round_over(watch.greedy_path)
+        this = Round(depth, watch.greedy_path, self.belief.chances(watch.odds))
         length = self.choose(this, len(this.chances))
         tokens = expected(this.chances[:length])
         seconds = self.costs.draft(depth) + self.costs.verify(depth)[length]

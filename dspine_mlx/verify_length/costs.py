@@ -274,10 +274,10 @@ class Bench:
         self.forward(8)
         drafter.extend(self.features, self.draft_cache)
 
-    def forward(self, width: int, start: bool = False) -> mx.array:
+    def forward(self, width: int, eager_taps: bool = False) -> mx.array:
         tokens = mx.zeros((width,), mx.uint32)
         logits, self.features = self.target.forward(
-            tokens, self.cache, self.drafter.config.target_layer_ids, start
+            tokens, self.cache, self.drafter.config.target_layer_ids, eager_taps
         )
         return mx.argmax(logits, axis=-1)
 
@@ -285,7 +285,7 @@ class Bench:
         """A verify forward and the way back to half of it, which recurrent layers replay."""
         self.rollback.checkpoint()
         with self.rollback.verifying(mx.zeros((width,), mx.uint32)):
-            predicted = self.forward(width, start=True)
+            predicted = self.forward(width, eager_taps=True)
         mx.eval(predicted, self.features)
         self.rollback.accept((width + 1) // 2)
         mx.eval([c.state for c in self.cache])

@@ -30,7 +30,7 @@ class Recorder(Fixed):
     """Offers every block whole, and keeps its evidence and how many of its tokens stood."""
 
     def __init__(self, slots: int):
-        super().__init__(slots, weighs=True)
+        super().__init__(slots, needs_evidence=True)
         self.evidence: list[list[float]] = []
         self.accepted: list[int] = []
         self.whole = False

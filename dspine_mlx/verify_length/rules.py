@@ -5,12 +5,10 @@ and w_j the seconds that token j saves when it stands, a round should offer
 
     argmax_l  a_1 w_1 + ... + a_l w_l - T(1 + l).
 
-`verify_length` is for greedy targets and one-hot drafts, where any rule is lossless; `admitted` for
-sampled drafts, where row k may depend on the tokens up to the one it feeds, because the token after
-the last row is tested too. `worth` finds w by backward induction.
-
-Plain floats throughout: between two forwards the processor's caches are cold, and a call into NumPy
-costs more than the arithmetic of a block.
+`verify_length` is for greedy targets and one-hot drafts, where any rule is lossless;
+`sampled_verify_length` for sampled drafts, where row k may depend on the tokens up to the one it
+feeds, because the token after the last row is tested too. `token_values` finds w by backward
+induction.
 """
 
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ Floats = Sequence[float]
 DAMPING = 0.5  # share of a worth's distance from the average, up or down, that is kept
 
 
-def values(chances: Floats, seconds: Floats, worth: Floats) -> list[float]:
+def length_values(chances: Floats, seconds: Floats, worth: Floats) -> list[float]:
     """a_1 w_1 + ... + a_l w_l - seconds[l] for l = 0, 1 .., a the running product of the chances.
 
     chances: of each drafted token given the ones before; seconds[l]: a forward over 1 + l rows;
@@ -33,29 +31,31 @@ def values(chances: Floats, seconds: Floats, worth: Floats) -> list[float]:
 
 def verify_length(chances: Floats, seconds: Floats, worth: Floats) -> int:
     """The length of the greatest value. Steps in the costs are looked across."""
-    worths = values(chances, seconds, worth)
+    worths = length_values(chances, seconds, worth)
     return worths.index(max(worths))
 
 
-def admitted(chances: Floats, outlook: Floats, seconds: Floats, worth: Floats) -> int:
+def sampled_verify_length(
+    chances: Floats, greedy_path: Floats, seconds: Floats, worth: Floats
+) -> int:
     """Rows admitted one after another, for a draft that was sampled.
 
     chances[k] is the chance of drafted token k + 1, known from the tokens before it. Whether row k
     is fed may depend on x_1 .. x_k, so on chances[: k + 1]; slots beyond are expected to have the
-    chances of the greedy path, `outlook`, which no draw has a part in; nor has it in `worth`. The
-    first row that neither pays for itself nor leads to rows that pay ends the block. Backward
-    induction over the whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
+    chances of the `greedy_path`, in which no draw has a part, nor in `worth`. The first row that
+    neither pays for itself nor leads to rows that pay ends the block. Backward induction over the
+    whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
     """
     stands = 1.0
     for k in range(1, len(chances) + 1):
         stands *= chances[k - 1]
-        ahead = [stands, *chances[k : k + 1], *outlook[k + 1 : len(chances)]]
+        ahead = [stands, *chances[k : k + 1], *greedy_path[k + 1 : len(chances)]]
         if verify_length(ahead, seconds[k - 1 :], worth[k - 1 :]) == 0:
             return k - 1
     return len(chances)
 
 
-def worth(
+def token_values(
     survival: Sequence[Floats], seconds: Floats, draft: float, plain: float, rate: float
 ) -> list[float]:
     """Seconds [M] that each drafted token saves if it stands: what the best round after the token

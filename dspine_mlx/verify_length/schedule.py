@@ -18,9 +18,17 @@ from dspine_mlx.verify_length.calibration import (
     uncalibrated,
 )
 from dspine_mlx.verify_length.costs import Costs, costs_of
-from dspine_mlx.verify_length.rules import admitted, verify_length
+from dspine_mlx.verify_length.rules import sampled_verify_length, verify_length
 
-__all__ = ["Auto", "Fixed", "Policy", "admitted", "fit_temperatures", "policy_for", "verify_length"]
+__all__ = [
+    "Auto",
+    "Fixed",
+    "Policy",
+    "sampled_verify_length",
+    "fit_temperatures",
+    "policy_for",
+    "verify_length",
+]
 
 
 @dataclass

@@ -15,7 +15,7 @@ import numpy as np
 
 import dspine_mlx
 from dspine_mlx.round import text
-from dspine_mlx.round.accept import Rows, accept, acceptance, block_chances
+from dspine_mlx.round.accept import TargetLogits, accept, acceptance, block_chances
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 
@@ -31,8 +31,8 @@ def main() -> None:
     model, tokenizer, drafter = dspine_mlx.load()
     rounds: list[tuple[float, float]] = []
 
-    def both(draft: Draft, rows: Rows, sampler: Any) -> tuple[int, int]:
-        p = sampler.law(rows.logprobs(len(rows.logits)))
+    def both(draft: Draft, rows: TargetLogits, sampler: Any) -> tuple[int, int]:
+        p = sampler.probs(rows.logprobs(len(rows.logits)))
         if draft.q is not None and len(draft.tokens):
             alone = np.array(acceptance(draft, p), np.float64)
             block = np.array(block_chances(draft, p)[1], np.float64)

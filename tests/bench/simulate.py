@@ -36,12 +36,12 @@ class Trace:
     evidence: np.ndarray
     stands: np.ndarray
 
-    def draft(self, position: int, weigh: bool = True) -> Draft:
+    def draft(self, position: int, with_evidence: bool = True) -> Draft:
         """Token 1 stands for agreement: the watched text is all ones."""
         M = self.evidence.shape[1]
         tokens = np.where(np.arange(M) < self.stands[position], 1, 0)
         draft = Draft(mx.array(tokens), mx.array(tokens[:, None]), None)
-        if not weigh:
+        if not with_evidence:
             return draft
         chances = mx.array(sigmoid(self.evidence[position]))
         return draft._replace(evidence=Evidence(draft.tokens, chances))
@@ -87,21 +87,23 @@ def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
     """Expected seconds of the whole text under a policy, from a context of `start` positions on."""
     begun, i, n = machine.spent, 0, len(trace.stands)
     statistics = Statistics()
-    policy.begin(statistics, lambda x: x, start)
+    policy.start_text(statistics, lambda x: x, start)
     while i < n:
         depth = start + i
         plain, *rows, draft = machine.curve.at(depth)
         if policy.parked:
-            if policy.probing(depth):
-                policy.watch(trace.draft(i))
+            if policy.probe_due(depth):
+                policy.start_probe(trace.draft(i))
                 machine.take(draft)
             waiting = machine.now
             machine.take(plain)
-            policy.plain(1, mx.array(0), waiting, depth)
+            policy.plain_token(1, mx.array(0), waiting, depth)
             i += 1
             continue
         limit = min(trace.evidence.shape[1], n - i - 1)
-        length = policy.length(trace.draft(i, policy.weighs), limit, depth, machine.take(draft))
+        length = policy.length(
+            trace.draft(i, policy.needs_evidence), limit, depth, machine.take(draft)
+        )
         machine.take(rows[length])
         stood = int(min(length, trace.stands[i]))
         policy.learn(stood, length)

@@ -7,7 +7,7 @@ drafter's own confidence. Each rule's tokens per second is computed at its own b
 published cost curves:
 
     threshold  feeds row k while its own gain pays, with no look ahead
-    admitted   the package's rule: later slots are expected to have the greedy path's chances
+    sampled_verify_length  the package's rule: later slots have the greedy path's chances
     induction  backward induction over slot, predecessor and survival (32 values): the optimum
 """
 
@@ -24,7 +24,7 @@ import dspine_mlx
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import log_odds
 from dspine_mlx.verify_length.calibration import sigmoid
-from dspine_mlx.verify_length.rules import admitted
+from dspine_mlx.verify_length.rules import sampled_verify_length
 from tests.bench.simulate import HERE, curve_of
 
 GRID = np.exp(np.linspace(np.log(1e-4), 0, 32))
@@ -57,7 +57,7 @@ def record(path: Path, texts: int, temp: float, every: int = 4) -> list[Table]:
             proposal = drafter.propose([*given, *text][i], new, draft_cache).ranked()
             M, K = proposal.candidates.shape
             start = mx.broadcast_to(proposal.first, (1, K, K))
-            q = sampler.draft_law(mx.concatenate([start, proposal.transitions]))
+            q = sampler.draft_probs(mx.concatenate([start, proposal.transitions]))
             odds = [[log_odds(law) for law in rows] for rows in q.tolist()]
             tables.append(Table(np.array(q, float), sigmoid(np.clip(odds, -20, 20))))
     return tables
@@ -80,12 +80,14 @@ def values(table: Table, seconds: np.ndarray, rate: float) -> np.ndarray:
 def lengths(rule: str, table: Table, path: list[int], seconds: np.ndarray, rate: float) -> int:
     before = [0, *path[:-1]]
     c = table.c[np.arange(len(path)), before]
-    if rule == "admitted":
+    if rule == "sampled_verify_length":
         greedy = [0]
         for q in table.q[:-1]:
             greedy.append(int(q[greedy[-1]].argmax()))
-        outlook = table.c[np.arange(len(path)), greedy]
-        return admitted(c.tolist(), outlook.tolist(), seconds.tolist(), [1 / rate] * len(c))
+        greedy_path = table.c[np.arange(len(path)), greedy]
+        return sampled_verify_length(
+            c.tolist(), greedy_path.tolist(), seconds.tolist(), [1 / rate] * len(c)
+        )
     W = values(table, seconds, rate) if rule == "induction" else np.zeros((len(c) + 1, 16, 32))
     stands = 1.0
     for k, j in enumerate(path):
@@ -132,7 +134,7 @@ def main() -> None:
         seconds = np.array(curve.verify[0])
         speeds = {
             rule: curve.plain[0] * speed(rule, tables, seconds, curve.draft[0])
-            for rule in ("threshold", "admitted", "induction")
+            for rule in ("threshold", "sampled_verify_length", "induction")
         }
         print(
             f"{entry['name']:40}", " ".join(f"{r} {s:.3f}" for r, s in speeds.items()), flush=True

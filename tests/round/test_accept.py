@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_sampler
 from scipy import stats
 
 from dspine_mlx.round.accept import (
-    Rows,
+    TargetLogits,
     accept,
     acceptance,
     match,
@@ -109,7 +109,7 @@ def test_accept_draws_what_the_rules_say(biased: bool) -> None:
         draft, _, rows = toy.draft((first, second))
         if biased:
             draft = draft._replace(q=mx.full((2, 3), 1 / 3))
-        n, following = accept(draft, Rows(mx.log(mx.array(rows))), Sampler(temp=1))
+        n, following = accept(draft, TargetLogits(mx.log(mx.array(rows))), Sampler(temp=1))
         counts[draft.tokens[0].item() if n else following] += 1
     law = toy.target[5].astype(np.float64)
     p_value = stats.chisquare(counts, law / law.sum() * 3000).pvalue
@@ -128,7 +128,7 @@ def test_a_token_the_target_excludes_is_never_kept() -> None:
     logprobs = mx.log(mx.array([[0.1, 0.6, 0.3], [0.2, 0.3, 0.5]]))
     draft = Draft(mx.array([0]), mx.array([[0, 2]]), mx.array([[0.9, 0.1]]))
     for _ in range(20):
-        assert accept(draft, Rows(logprobs), Sampler(temp=1, top_k=1)) == (0, 1)
+        assert accept(draft, TargetLogits(logprobs), Sampler(temp=1, top_k=1)) == (0, 1)
 
 
 def test_greedy_match_counts_the_leading_agreement() -> None:
@@ -157,7 +157,7 @@ def test_logits_decide_as_logprobs_do(
     wanted = mx.argmax(normalised(logits), axis=-1).tolist()
     for n in range(5):
         tokens = mx.array([*wanted[:n], *[(x + 1) % V for x in wanted[n:4]]])
-        assert match_greedy(tokens, Rows(logits)) == (n, wanted[n])
+        assert match_greedy(tokens, TargetLogits(logits)) == (n, wanted[n])
 
 
 def test_rounding_makes_logits_equal_that_differ() -> None:
@@ -168,7 +168,7 @@ def test_rounding_makes_logits_equal_that_differ() -> None:
     assert mx.argmax(logits, axis=-1).tolist() == [9, 9]
     wanted = mx.argmax(normalised(logits), axis=-1).tolist()
     assert wanted[0] != 9
-    assert match_greedy(mx.array(wanted[:1]), Rows(logits)) == (1, wanted[1])
+    assert match_greedy(mx.array(wanted[:1]), TargetLogits(logits)) == (1, wanted[1])
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -181,7 +181,7 @@ def test_every_difference_that_rounding_can_hide_is_seen(dtype: mx.Dtype) -> Non
             logits = mx.full((1, 8000), 0.25, dtype)
             logits[0, 7], logits[0, 9] = 0.5 + place * eps, 0.5 + (place + gap) * eps
             wanted = mx.argmax(normalised(logits), axis=-1).item()
-            assert match_greedy(mx.array([], mx.uint32), Rows(logits)) == (0, wanted)
+            assert match_greedy(mx.array([], mx.uint32), TargetLogits(logits)) == (0, wanted)
             hidden |= {gap} if wanted == 7 else set()
     assert {1, 5} <= hidden <= set(range(1, 9))
 
@@ -191,15 +191,15 @@ def test_rows_that_are_not_finite_are_decided_by_logprobs() -> None:
         logits = mx.zeros((1, 6))
         logits[0, 3] = value
         wanted = mx.argmax(normalised(logits), axis=-1).item()
-        assert match_greedy(mx.array([], mx.uint32), Rows(logits)) == (0, wanted)
+        assert match_greedy(mx.array([], mx.uint32), TargetLogits(logits)) == (0, wanted)
     nothing = mx.full((1, 6), -math.inf)
-    assert match_greedy(mx.array([], mx.uint32), Rows(nothing)) == (0, 0)
+    assert match_greedy(mx.array([], mx.uint32), TargetLogits(nothing)) == (0, 0)
 
 
 def test_clear_rows_need_no_logprobs_and_one_unclear_row_behind_the_end_does_not_matter() -> None:
     logits = 4 * mx.eye(5)[mx.array([3, 1, 4, 0])]
     logits[3] = 0.0
-    rows = Rows(logits)
+    rows = TargetLogits(logits)
     assert match_greedy(mx.array([3, 2, 4]), rows) == (1, 1)
     assert rows.known is None
     assert match_greedy(mx.array([3, 1, 4]), rows) == (3, 0)
@@ -208,7 +208,7 @@ def test_clear_rows_need_no_logprobs_and_one_unclear_row_behind_the_end_does_not
 
 def test_logprobs_of_some_rows_are_those_of_all() -> None:
     logits = mx.random.normal((4, 30), key=mx.random.key(0))
-    rows = Rows(logits)
+    rows = TargetLogits(logits)
     for count in (2, 1, 4, 3):
         assert mx.array_equal(rows.logprobs(count), normalised(logits)[:count])
 
@@ -247,7 +247,7 @@ def test_law_is_what_the_sampler_draws_from(settings_: dict[str, Any]) -> None:
     logits = mx.random.normal((1, 12)) * 2
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     rows = mx.broadcast_to(logprobs, (400, 12))
-    laws = sampler.law(rows)
+    laws = sampler.probs(rows)
     law = np.array(laws, np.float64).mean(axis=0)
     draw = make_sampler(**settings_)
     draws = mx.concatenate([draw(logprobs) for _ in range(2000)]).tolist()

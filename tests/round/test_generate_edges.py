@@ -293,7 +293,7 @@ def text_law(target: nn.Module, prompt: list[int], sampler: dspine_mlx.Sampler) 
 
     def next_law(tokens: list[int]) -> np.ndarray:
         logits = target(mx.array([tokens]))[0, -1:]
-        return np.array(sampler.law(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0])
+        return np.array(sampler.probs(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0])
 
     first = next_law(prompt).astype(np.float64)
     law = np.zeros((6, 6))

@@ -66,8 +66,10 @@ class Toy:
         greedy = [int(self.q[0, 0].argmax())]
         for law in self.q[1:]:
             greedy.append(int(law[greedy[-1]].argmax()))
-        outlook = evidence(proposal, mx.array(greedy), mx.array(rows), frozenset())
-        draft = Draft(mx.array(tokens), mx.array(self.candidates), float64(rows), known, outlook)
+        greedy_path = evidence(proposal, mx.array(greedy), mx.array(rows), frozenset())
+        draft = Draft(
+            mx.array(tokens), mx.array(self.candidates), float64(rows), known, greedy_path
+        )
         return draft, float(np.prod(rows[np.arange(self.M), list(picks)]))
 
     def rows(self, tokens: list[int]) -> mx.array:
@@ -133,7 +135,7 @@ def policy(toy: Toy, seed: int, sampled: bool = True) -> Auto:
     rng = np.random.default_rng(seed)
     rows = tuple(1 + np.cumsum(rng.exponential(0.6, toy.M + 1) * rng.integers(0, 2, toy.M + 1)))
     auto = Auto(Costs(Curve((1, 2), (1, 1), (0.2, 0.2), (rows, rows))), uncalibrated(toy.M))
-    auto.begin(Statistics(), Sampler(temp=1.0 if sampled else 0.0), 1)
+    auto.start_text(Statistics(), Sampler(temp=1.0 if sampled else 0.0), 1)
     auto.count(rng.uniform(0.5, 3), rng.uniform(0.5, 3), fading=0)
     return auto
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dspine_mlx.drafters.dflash import Independent, Proposal, top_k
+from dspine_mlx.drafters.dflash import Proposal, SlotwiseProposal, top_k
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Evidence, log_odds, select
@@ -80,8 +80,8 @@ def test_slots_on_their_own_need_no_walk(cap: float | None, top_k: int) -> None:
     equal."""
     drafter = tiny_dflash(tiny_target(), final_logit_softcapping=cap, top_k=top_k)
     own = drafter.propose(3, drafter.no_features(), drafter.make_cache())
-    assert isinstance(own, Independent)
-    stops = frozenset(own.best().tolist()[3:4])
+    assert isinstance(own, SlotwiseProposal)
+    stops = frozenset(own.greedy_tokens().tolist()[3:4])
     for confidence in (None, mx.linspace(0.2, 0.8, 7)):
         own.confidence = confidence
         short, walked = select(own, stops=stops), select(own.ranked(), stops=stops)
@@ -89,7 +89,7 @@ def test_slots_on_their_own_need_no_walk(cap: float | None, top_k: int) -> None:
         assert short.evidence is not None
         assert walked.evidence is not None
         np.testing.assert_allclose(short.evidence.log_odds(), walked.evidence.log_odds(), rtol=1e-5)
-        assert select(own, weigh=False).evidence is None
+        assert select(own, with_evidence=False).evidence is None
 
 
 @pytest.mark.parametrize(("V", "K"), [(5, 16), (40, 16), (9000, 16), (9000, 1), (16, 16)])
@@ -100,7 +100,7 @@ def test_the_law_of_slots_on_their_own_is_that_of_their_candidates(V: int, K: in
     logits = mx.random.normal((3, V), key=mx.random.key(2))
     best = -np.sort(-np.array(logits, np.float64), axis=-1)[:, :K]
     wanted = np.exp(best) / np.exp(best).sum(axis=-1, keepdims=True)
-    found = -np.sort(-np.array(Independent(drafter, logits).law()), axis=-1)
+    found = -np.sort(-np.array(SlotwiseProposal(drafter, logits).probs()), axis=-1)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
@@ -108,13 +108,13 @@ def test_the_law_of_slots_on_their_own_is_that_of_their_candidates(V: int, K: in
 def test_evidence_is_there_if_asked_for(sampler: Sampler | None) -> None:
     """It has no part in what is picked."""
     drafts = []
-    for weigh in (True, False):
+    for with_evidence in (True, False):
         mx.random.seed(5)
-        drafts.append(select(random_proposal(4, 6, 30), sampler, weigh=weigh))
+        drafts.append(select(random_proposal(4, 6, 30), sampler, with_evidence=with_evidence))
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].evidence is not None
     assert drafts[1].evidence is None
-    assert drafts[1].outlook is None
+    assert drafts[1].greedy_path is None
 
 
 @given(
@@ -222,6 +222,6 @@ def test_no_slot_stands_after_a_stop_token(sampler: Sampler | None) -> None:
     if sampler is None:
         assert after == [False] * 3 + [True] * 3
     else:
-        assert bound.outlook is not None
-        outlook = bound.outlook.log_odds()  # of the greedy path, whatever was drawn
-        assert np.isneginf(outlook).tolist() == [False] * 3 + [True] * 3
+        assert bound.greedy_path is not None
+        greedy_path = bound.greedy_path.log_odds()  # of the greedy path, whatever was drawn
+        assert np.isneginf(greedy_path).tolist() == [False] * 3 + [True] * 3

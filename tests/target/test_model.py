@@ -26,7 +26,7 @@ def test_taps_change_nothing(bits: int | None) -> None:
     for n in (7, 1, 16, 3):
         tokens = mx.random.randint(0, 2048, (n,))
         logits = model(tokens[None], cache=plain)[0]
-        ours, features = target.forward(tokens, tapped, (1, 3), start=n < 10)
+        ours, features = target.forward(tokens, tapped, (1, 3), eager_taps=n < 10)
         assert mx.array_equal(logits, ours)
         for a, b in zip(plain, tapped, strict=True):
             assert mx.array_equal(a.keys_and_values()[0], b.keys_and_values()[0])
@@ -41,8 +41,8 @@ def test_taps_change_nothing(bits: int | None) -> None:
 def test_the_device_begins_at_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     target, begun = Target(tiny_target()), list[mx.array]()
     monkeypatch.setattr(mx, "async_eval", begun.append)
-    for start in (True, False):
-        _, features = target.forward(mx.arange(5), make_prompt_cache(target.model), (1, 3), start)
+    for eager in (True, False):
+        _, features = target.forward(mx.arange(5), make_prompt_cache(target.model), (1, 3), eager)
         assert len(begun) == 2
     assert mx.array_equal(mx.concatenate(begun, axis=-1), features)
 
@@ -78,5 +78,5 @@ def test_an_unknown_structure_is_refused() -> None:
             self.stack = nn.Linear(2, 2)
             self.layers = [self.stack]
 
-    with pytest.raises(InputError, match=r"can't find the embedding of a .*test_target model"):
+    with pytest.raises(InputError, match=r"can't find the embedding of a .*test_model model"):
         Target(Odd())

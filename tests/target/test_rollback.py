@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.target.rollback import Rollback, Sinks, Windowed, leaves
+from dspine_mlx.target.rollback import Rollback, Sinks, WindowMark, leaves
 from tests.support.families import FAMILIES, WINDOW, build
 
 CONTEXT, LENGTH, VOCABULARY = 5, 2 * WINDOW + 10, 256
@@ -407,7 +407,7 @@ def test_single_rows_are_written_in_place() -> None:
     cache = make_prompt_cache(model)
     model(mx.arange(5)[None], cache=cache)
     rollback = Rollback(cache, model)
-    windows = [mark for mark in rollback.marks if isinstance(mark, Windowed)]
+    windows = [mark for mark in rollback.marks if isinstance(mark, WindowMark)]
     assert windows
     rollback.feeding(1)
     assert all(mark.before is None for mark in windows)

@@ -153,11 +153,11 @@ def test_a_slow_reader_does_not_make_plain_decoding_look_slow() -> None:
     curve = curve_of(CURVES["M4 Max, Qwen3-8B 4-bit"], 7)
     now = 0.0
     auto = Auto(Costs(curve), uncalibrated(7), clock=lambda: now)
-    auto.begin(Statistics(), make_sampler(0), 512)
+    auto.start_text(Statistics(), make_sampler(0), 512)
     before = auto.costs.plain(512)
     for _ in range(50):
         now += 3.0
-        auto.plain(1, mx.array(0), now, 512)  # the token was there when it was asked for
+        auto.plain_token(1, mx.array(0), now, 512)  # the token was there when it was asked for
     assert auto.costs.plain(512) == before
 
 
@@ -272,15 +272,15 @@ def test_sampled_drafts_are_watched_by_the_ratio(seed: int) -> None:
     p, q = rng.dirichlet(np.ones(4)), rng.dirichlet(np.ones(3))
     curve = Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 8, (1.0,) * 8))
     auto = Auto(Costs(curve), uncalibrated(7))
-    auto.begin(Statistics(), Sampler(temp=1.0), 64)
+    auto.start_text(Statistics(), Sampler(temp=1.0), 64)
     draft = Draft(
         mx.array([2] * 7),
         mx.array([[1, 2, 3]] * 7),
         mx.array(np.tile(q.astype(np.float32), (7, 1))),
         Evidence(mx.array([2] * 7), mx.full((7,), 0.5)),
     )
-    auto.watch(draft)
-    auto.plain(0, mx.log(mx.array(p.astype(np.float32))), 0.0, 64)
+    auto.start_probe(draft)
+    auto.plain_token(0, mx.log(mx.array(p.astype(np.float32))), 0.0, 64)
     stood = min(1.0, p[2] / q[1])
     assert auto.belief.common == pytest.approx((stood - 0.5) / 1.25, abs=1e-4)
 
@@ -328,7 +328,7 @@ def test_a_round_is_learnt_from_once_and_soon(after: str) -> None:
     def state() -> tuple[float, int]:
         return auto.costs.draft(64), auto.belief.rounds
 
-    auto.begin(Statistics(), make_sampler(0), 64)
+    auto.start_text(Statistics(), make_sampler(0), 64)
     before = state()
     length = auto.length(trace.draft(0), 7, 64, 3.0)
     assert state() == before  # a round that does not come to its end teaches nothing
@@ -345,7 +345,7 @@ def test_a_round_is_learnt_from_once_and_soon(after: str) -> None:
         elif after == "the text's end":
             auto.verdict(65)
         elif after == "another text":
-            auto.begin(Statistics(), make_sampler(0), 64)
+            auto.start_text(Statistics(), make_sampler(0), 64)
         learnt.append(state())
     assert learnt[0] == learnt[1]
     assert learnt[0][0] > 1.2 * before[0]
@@ -366,7 +366,7 @@ def test_a_hard_text_does_not_leave_the_next_one_undrafted(
     for _ in range(texts):
         replay(Trace(np.full((80, 7), -1.0), np.zeros(80, int)), auto, machine, 64)
         assert auto.parked
-    auto.begin(Statistics(), make_sampler(0), 64)
+    auto.start_text(Statistics(), make_sampler(0), 64)
     assert auto.parked == parked
 
 
@@ -411,7 +411,7 @@ def test_no_probe_starts_while_plain_decoding_is_timed() -> None:
     auto.countdown = -5
     auto.check_plain(64)
     assert auto.parked
-    assert not auto.probing(64)
-    auto.begin(Statistics(), make_sampler(0), 64)
+    assert not auto.probe_due(64)
+    auto.start_text(Statistics(), make_sampler(0), 64)
     assert not auto.parked
     assert not auto.stretch

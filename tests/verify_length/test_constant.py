@@ -85,7 +85,7 @@ def test_a_draft_filters_cut_is_not_the_policys_choice() -> None:
     """A grammar that lets no drafted token through says nothing about the lengths chosen."""
     rows = (1e-3,) * 8
     auto = Auto(Costs(Curve((64, 2048), (1e-3, 1e-3), (1e-3, 1e-3), (rows, rows))), uncalibrated(7))
-    auto.begin(Statistics(), make_sampler(0), 64)
+    auto.start_text(Statistics(), make_sampler(0), 64)
     chosen = auto.length(made_up(50, 7, 2.0, 0).draft(0), 7, 64, 1e-3)
     assert auto.newest is not None
     values = auto.newest.values

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.verify_length.rules import DAMPING, admitted, verify_length, worth
+from dspine_mlx.verify_length.rules import (
+    DAMPING,
+    sampled_verify_length,
+    token_values,
+    verify_length,
+)
 
 chance = st.floats(0.01, 0.99)
 chances = st.lists(chance, min_size=6, max_size=6)
@@ -34,7 +39,7 @@ def test_a_step_in_the_costs_is_looked_across() -> None:
     seconds = [1.0, 1.0, 1.9, 1.9, 1.9, 1.9]
     assert verify_length([0.8] * 5, seconds, [1.0] * 5) == 5
     assert verify_length([0.8] * 2, seconds, [1.0] * 2) == 1
-    assert admitted([0.8] * 5, [0.8] * 5, seconds, [1.0] * 5) == 5
+    assert sampled_verify_length([0.8] * 5, [0.8] * 5, seconds, [1.0] * 5) == 5
 
 
 @given(st.lists(chance, min_size=1, max_size=6), rows, worths)
@@ -43,7 +48,7 @@ def test_admitted_is_the_best_length_where_the_future_is_as_usual(
 ) -> None:
     w = w[: len(c)]
     gains = np.concatenate([[0.0], np.cumsum(np.cumprod(c) * w)]) - seconds[: len(c) + 1]
-    assert gains[admitted(c, c, seconds, w)] == pytest.approx(gains.max())
+    assert gains[sampled_verify_length(c, c, seconds, w)] == pytest.approx(gains.max())
 
 
 @given(chances, chances, chances, rows, worths, st.integers(1, 6))
@@ -57,7 +62,7 @@ def test_admitted_does_not_look_ahead_of_the_row(
 ) -> None:
     """Whether row k is fed depends on the chances of slots 1 .. k + 1, known from x_1 .. x_k."""
     changed = chances[: k + 1] + others[k + 1 :]
-    fed = [admitted(c, means, seconds, w) >= k for c in (chances, changed)]
+    fed = [sampled_verify_length(c, means, seconds, w) >= k for c in (chances, changed)]
     assert fed[0] == fed[1]
 
 
@@ -87,9 +92,11 @@ def test_worth_is_the_time_that_the_best_rounds_save_damped(
 
     saved = [time(j) - time(j + 1) for j in range(1, M + 1)]
     survival = [np.cumprod(c[j, : M - j]).tolist() for j in range(1, M)]
-    np.testing.assert_allclose(worth(survival, seconds, draft, np.inf, rate), saved, atol=1e-9)
+    np.testing.assert_allclose(
+        token_values(survival, seconds, draft, np.inf, rate), saved, atol=1e-9
+    )
     if M > 1:
-        capped = worth(survival, seconds, draft, 0.5, rate)
+        capped = token_values(survival, seconds, draft, 0.5, rate)
         assert max(capped[:-1]) <= DAMPING * 0.5 + (1 - DAMPING) / rate + 1e-9
 
 
@@ -98,5 +105,5 @@ def test_tokens_of_an_easy_text_are_worth_less() -> None:
     place of 0.5 on average."""
     seconds = [1.0] * 5
     easy, hard = ([[stands] * (4 - j) for j in range(1, 4)] for stands in (1.0, 1e-9))
-    assert worth(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.4
-    assert worth(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(0.5 + DAMPING * 0.5)
+    assert token_values(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.4
+    assert token_values(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(0.5 + DAMPING * 0.5)

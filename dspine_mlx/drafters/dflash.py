@@ -4,6 +4,7 @@ A block is the anchor x_0 followed by masks. The target's features of all positi
 anchor enter every draft layer as extra keys and values, kept in a cache from round to round.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +15,11 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from dspine_mlx.drafters.chain import ChainProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.walk import walk
 from dspine_mlx.target.model import Target
 
 
@@ -31,6 +34,33 @@ class Proposal(NamedTuple):
     def ranked(self) -> "Proposal":
         """Itself: its candidates are ranked."""
         return self
+
+    def paths(
+        self,
+        noises: list[mx.array],
+        scale: float,
+        reshape: Callable[[mx.array], mx.array] | None = None,
+        kernels: Kernels = OFF,
+    ) -> list[tuple[mx.array, mx.array]]:
+        """The walk that argmax(scores + noise) takes, for each noise [M, K]: indices [M] of
+        candidates, and the probs softmax(scale * scores) [M, K] of each slot that it met.
+
+        reshape: applied to the scores [n, K] first.
+        """
+        first, transitions = self.first, self.transitions
+        if reshape is not None:
+            rows = mx.concatenate([first[None], transitions.reshape(-1, first.size)])
+            rows = reshape(rows)
+            first, transitions = rows[0], rows[1:].reshape(transitions.shape)
+        walks = (walk(first, transitions, noise, scale, kernels) for noise in noises)
+        return [(path, probs) for path, probs in walks]
+
+    def confidence_on(self, path: mx.array) -> mx.array | None:
+        """[M] the chance that each slot of a path [M] is accepted if the one before is."""
+        if self.confidence is None:
+            return None
+        before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
+        return mx.take_along_axis(self.confidence, before[:, None], axis=1)[:, 0]
 
 
 @dataclass
@@ -268,7 +298,7 @@ class DFlash(nn.Module):
 
     def propose(
         self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
-    ) -> Proposal | SlotwiseProposal:
+    ) -> Proposal | SlotwiseProposal | ChainProposal:
         """Propose M tokens after the anchor.
 
         features: [1, n, m*d], target features of the positions before the anchor that are not yet

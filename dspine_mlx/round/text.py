@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
+from dspine_mlx.drafters.chain import ChainProposal
 from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.accept import TargetLogits, accept, normalised
@@ -82,7 +83,9 @@ class DraftContext:
         self.marks = [c.offset for c in self.cache]
         self.taken: int | None = None  # rows of the backlog that a proposal took in
 
-    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | SlotwiseProposal:
+    def propose(
+        self, anchor: mx.array, features: mx.array
+    ) -> Proposal | SlotwiseProposal | ChainProposal:
         """Take in the backlog and the newest features, and propose tokens after the anchor."""
         rows = mx.concatenate([*self.backlog, features], axis=1)
         proposal = self.drafter.propose(anchor, rows, self.cache)

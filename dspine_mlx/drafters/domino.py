@@ -1,0 +1,154 @@
+"""Domino: a recurrent state of the drafted prefix corrects the backbone's logits
+(arXiv:2605.29707).
+
+The state needs the whole path, so there is no table of pairs: slots are scored one by one, over a
+pool of tokens that the block shares.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from dspine_mlx.drafters.chain import ChainProposal
+from dspine_mlx.drafters.config import DrafterConfig, flatten
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.errors import InputError
+
+POOL = 2048  # tokens that a block's slots pick from
+
+
+@dataclass(frozen=True)
+class DominoConfig(DrafterConfig):
+    """A block of B slots makes B - 1 proposals: from the anchor's slot on with `shift_label`, from
+    the first mask's without it."""
+
+    emb_dim: int = 256  # E
+    gru_hidden_dim: int = 1024  # F
+    pure_draft_prefix_len: int = 0  # p: the first p proposals are the backbone's own
+    shift_label: bool = False
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "DominoConfig":
+        flat = flatten(config)
+        stated = config.get("emb_dim")
+        if stated is not None and stated != flat["emb_dim"]:
+            raise InputError(
+                f"emb_dim is {stated!r} in config.json but {flat['emb_dim']!r} in its "
+                "dflash_config; they must agree"
+            )
+        return super().from_dict(flat)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first_slot", 0 if self.shift_label else 1)
+        super().__post_init__()
+        for name in ("emb_dim", "gru_hidden_dim"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or above")
+        if self.block_size < 2:
+            raise InputError(f"block_size is {self.block_size}; it must be 2 or above")
+        if self.num_draft_tokens < self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size is {self.draft_vocab_size}; Domino drafters propose from the "
+                f"whole vocabulary of {self.vocab_size}"
+            )
+
+    @property
+    def num_proposals(self) -> int:
+        return self.block_size - 1
+
+
+class PrefixGRU(nn.Module):
+    """s' = (1 - z) n + z s,  r, z = sigmoid(W_i e + W_h s),  n = tanh(W_in e + r * (W_hn s))
+
+    e: the embedding [..., H] of the newest token; s [..., F] starts at 0. The weights stack the
+    rows of r, z and n, and there are no biases.
+    """
+
+    def __init__(self, config: DominoConfig):
+        super().__init__()
+        size = config.gru_hidden_dim
+        self.weight_ih_l0 = mx.zeros((3 * size, config.hidden_size))
+        self.weight_hh_l0 = mx.zeros((3 * size, size))
+
+    def __call__(self, embedded: mx.array, state: mx.array) -> mx.array:
+        """The next state."""
+        return gru_step(embedded @ self.weight_ih_l0.T, state @ self.weight_hh_l0.T, state)
+
+
+@mx.compile
+def gru_step(inputs: mx.array, recurrent: mx.array, state: mx.array) -> mx.array:
+    """inputs = W_i e and recurrent = W_h s, each [..., 3F]."""
+    (r, z, n), (hr, hz, hn) = mx.split(inputs, 3, axis=-1), mx.split(recurrent, 3, axis=-1)
+    z = mx.sigmoid(z + hz)
+    return (1 - z) * mx.tanh(n + mx.sigmoid(r + hr) * hn) + z * state
+
+
+class DominoProposal(ChainProposal):
+    """logits_k = U_k + W_2 silu(W_1 [h_k; s_{k-1}]), where s_{k-1} is the state after the anchor
+    and k - 1 proposals; of the first p proposals logits_k = U_k."""
+
+    def __init__(self, drafter: "Domino", states: mx.array, anchor: mx.array):
+        config, self.drafter, self.anchor = drafter.config, drafter, anchor
+        logits = drafter.target.head(states)
+        base = drafter.scale_scores(logits[:, : config.vocab_size])
+        pool = shared_pool(base)
+        super().__init__(config.num_proposals, pool)
+        self.base = base if pool.size == base.shape[1] else base[:, pool]  # U [M, P]
+        hidden, _, out = drafter.embed_proj
+        self.from_states, self.from_prefix = mx.split(hidden.weight, [config.hidden_size], axis=1)
+        self.mixed = states @ self.from_states.T  # [M, E]
+        self.rows = out.weight[pool]  # [P, E]
+
+    def start(self, paths: int) -> mx.array:
+        """s [N, F] after the anchor."""
+        size = self.drafter.config.gru_hidden_dim
+        zero = mx.zeros((paths, size), self.mixed.dtype)
+        return self.advance(zero, mx.broadcast_to(self.anchor.reshape(1), (paths,)))
+
+    def advance(self, state: mx.array, tokens: mx.array) -> mx.array:
+        return self.drafter.prefix_gru(self.drafter.target.embed(tokens), state)
+
+    def scores(self, slot: int, state: mx.array) -> mx.array:
+        base = self.base[slot]
+        if slot < self.drafter.config.pure_draft_prefix_len:
+            return mx.broadcast_to(base, (len(state), base.size))
+        mixed = nn.silu(self.mixed[slot] + state @ self.from_prefix.T)
+        return base + (mixed @ self.rows.T).astype(mx.float32)
+
+    def follow(self, slot: int, state: mx.array, picks: mx.array) -> mx.array:
+        return self.advance(state, self.pool[picks])
+
+
+def shared_pool(base: mx.array) -> mx.array:
+    """POOL tokens of base scores [M, V] that lie closest below the best one of some slot."""
+    below = (base - base.max(axis=-1, keepdims=True)).max(axis=0)
+    if below.size <= POOL:
+        return mx.arange(below.size, dtype=mx.uint32)
+    return mx.argpartition(-below, POOL - 1)[:POOL]
+
+
+class Domino(DFlash):
+    config: DominoConfig
+
+    def __init__(self, config: DominoConfig):
+        super().__init__(config)
+        self.prefix_gru = PrefixGRU(config)
+        width, E = config.hidden_size + config.gru_hidden_dim, config.emb_dim
+        self.embed_proj = [
+            nn.Linear(width, E, bias=False),
+            nn.SiLU(),
+            nn.Linear(E, config.vocab_size, bias=False),
+        ]
+
+    def propose(
+        self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
+    ) -> DominoProposal:
+        """Propose M tokens after the anchor. See `DFlash.propose`."""
+        anchor, config = mx.array(anchor), self.config
+        h = self.backbone(anchor, features, cache)
+        states = self.norm(h[0, config.first_slot :][: config.num_proposals])
+        return DominoProposal(self, states, anchor)

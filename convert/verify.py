@@ -127,7 +127,7 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
     config = ours.config
     target = StandIn(config.vocab_size, config.hidden_size, config.mask_token_id)
     drafter = assemble_drafter(ours, target)
-    size = drafter.feature_size
+    size = drafter.network.feature_size
     features = np.random.default_rng(1).normal(size=(CONTEXT, size)).astype(np.float32)
     proposal = drafter.propose(
         target.anchor, mx.array(features)[None], drafter.make_cache()

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Statistics
@@ -86,7 +86,7 @@ def plain_tokens(
 
 
 def make_caches(
-    model: nn.Module, drafter: DFlash, given: list[Any] | None, max_kv_size: int | None
+    model: nn.Module, drafter: Drafter, given: list[Any] | None, max_kv_size: int | None
 ) -> list[Any]:
     """The target's caches, then the drafter's, in the caller's list if there is one.
 
@@ -148,7 +148,7 @@ def check_numbers(
         raise InputError(f"max_kv_size is {max_kv_size}; it must be at least 8")
 
 
-def check_pair(model: nn.Module, drafter: DFlash, sampler: SamplerFunction) -> None:
+def check_pair(model: nn.Module, drafter: Drafter, sampler: SamplerFunction) -> None:
     if drafter.target.model is not model:
         raise InputError("the drafter is bound to another model; load it for this one")
     if isinstance(sampler, Sampler) and sampler.top_k >= drafter.target.vocab_size:
@@ -162,7 +162,7 @@ def stream_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: str | mx.array | list[int],
-    drafter: DFlash | None = None,
+    drafter: Drafter | None = None,
     *,
     max_tokens: int = 256,
     sampler: SamplerFunction | None = None,
@@ -248,7 +248,7 @@ def stream_generate(
             progress=progress,
         )
     responses = respond(tokens, tokenizer, prompt.size, max_tokens, statistics)
-    return held([model, drafter], stream, tokens, responses)
+    return held([model, drafter and drafter.network], stream, tokens, responses)
 
 
 def held(
@@ -306,7 +306,7 @@ def generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: str | mx.array | list[int],
-    drafter: DFlash | None = None,
+    drafter: Drafter | None = None,
     verbose: bool = False,
     **options: Any,
 ) -> str:

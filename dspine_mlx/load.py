@@ -19,6 +19,7 @@ from dspine_mlx.checkpoints.transfer_space import SPACE, rebuilt_codes
 from dspine_mlx.convert.plan import stated_packing
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
@@ -35,7 +36,7 @@ def load(
     draft_revision: str | None = None,
     kernels: str = "auto",
     **options: Any,
-) -> tuple[nn.Module, TokenizerWrapper, DFlash | None]:
+) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
     """A target, its tokenizer, and a drafter bound to it.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
@@ -63,7 +64,7 @@ def load(
 
 def load_drafter(
     path: str | Path, model: nn.Module, *, revision: str | None = None, kernels: str = "auto"
-) -> DFlash:
+) -> Drafter:
     """A drafter from a folder or the Hub, bound to the target's embedding and head.
 
     The folder may be a checkpoint as published, or one that `dspine_mlx.convert` has written.
@@ -82,23 +83,23 @@ def load_drafter(
     return drafter
 
 
-def assemble_drafter(checkpoint: Checkpoint, target: Target, kernels: Kernels = OFF) -> DFlash:
+def assemble_drafter(checkpoint: Checkpoint, target: Target, kernels: Kernels = OFF) -> Drafter:
     """The drafter of an opened checkpoint, with its weights, bound to a target."""
     with same_random_state():
-        drafter = checkpoint.build()
-    quantize_like(drafter, checkpoint.sources, checkpoint.raw)
-    checkpoint.check(drafter)
+        network = checkpoint.build()
+    quantize_like(network, checkpoint.sources, checkpoint.raw)
+    checkpoint.check(network)
     weights = checkpoint.arrays()
     check_finite(weights)
     if SPACE[0] in weights:
         weights[CODES] = rebuilt_codes({name: weights.pop(name) for name in SPACE}, target)
-    drafter.load_weights(list(weights.items()))
-    drafter.set_dtype(target.dtype)
-    drafter.freeze()
+    network.load_weights(list(weights.items()))
+    network.set_dtype(target.dtype)
+    network.freeze()
     mx.eval(
-        [value for m in drafter.modules() for value in m.values() if isinstance(value, mx.array)]
+        [value for m in network.modules() for value in m.values() if isinstance(value, mx.array)]
     )
-    return drafter.bind(target, kernels)
+    return network.bind(target, kernels)
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def check_target(config: DrafterConfig, target: Target) -> None:
         raise InputError(f"this drafter does not fit this target: {'; '.join(problems)}")
 
 
-def quantize_like(drafter: DFlash, paths: Collection[str], config: Mapping[str, Any]) -> None:
+def quantize_like(network: DFlash, paths: Collection[str], config: Mapping[str, Any]) -> None:
     """Turn the modules that the checkpoint holds packed into quantised ones."""
     settings = config.get("quantization")
     if settings is None:
@@ -186,7 +187,7 @@ def quantize_like(drafter: DFlash, paths: Collection[str], config: Mapping[str, 
             )
         return how
 
-    nn.quantize(drafter, class_predicate=packed)
+    nn.quantize(network, class_predicate=packed)
 
 
 def check_finite(weights: dict[str, mx.array]) -> None:

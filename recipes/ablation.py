@@ -23,8 +23,8 @@ from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cli.train import parse_layers
-from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.train.config import LOSSES, TrainConfig
 from dspine_mlx.train.data import Problems, prompt_tokens, read_chats
 from dspine_mlx.train.evaluate import Decoded, acceptance, decode, lookup_length
@@ -84,12 +84,13 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-class Unrefined(DSpine):
-    """Every slot picks from its base logits, as in DFlash."""
+class Unrefined(Drafter):
+    """A DSpine of which every slot picks from its base logits, as in DFlash."""
 
-    def propose(self, anchor: int | mx.array, features: mx.array, cache: list) -> Proposal:
-        states, _, _ = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
-        return SlotwiseProposal(self, self.target.head(states)).ranked()
+    def propose(self, anchor: int | mx.array, features: mx.array, cache: list) -> SlotwiseProposal:
+        anchor = mx.array(anchor).reshape(())
+        states, _, _ = self.network.injected_backbone(anchor, features, cache, self.target)
+        return self.network.slotwise(self.target.head(states))
 
 
 def main(
@@ -170,9 +171,9 @@ def one_run(run: Run, name: str, folder: Path, prompts: int) -> None:
     log = [r for r in read_log(home / "log.jsonl") if "held_out_greedy" in r]
     record["curve"] = [[r["step"], r["held_out_greedy"], r["held_out_sampled"]] for r in log]
     drafter = job.trainer.drafter
-    drafter.eval()
+    drafter.network.eval()
     if not run.loss.refinement:
-        drafter.__class__ = Unrefined
+        drafter = Unrefined(drafter.network, drafter.target, drafter.verifier)
     chats = list(read_chats(Problems(Path(str(run.held_out)))))[:prompts]
     record |= judge(
         drafter, job.tokenizer, [prompt_tokens(c.messages[:-1], job.tokenizer) for c in chats]
@@ -181,7 +182,9 @@ def one_run(run: Run, name: str, folder: Path, prompts: int) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def judge(drafter: DFlash, tokenizer: TokenizerWrapper, prompts: list[list[int]]) -> dict[str, Any]:
+def judge(
+    drafter: Drafter, tokenizer: TokenizerWrapper, prompts: list[list[int]]
+) -> dict[str, Any]:
     """Of every prompt [drafts accepted, rounds], greedy and sampled; what prompt lookup reaches."""
     model: Module = drafter.target.model
     counts: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO
 from dspine_mlx.verify_length import costs
 from tests.support.checkpoints import dspine_specforge, save
@@ -86,7 +86,7 @@ def seeded() -> None:
 def flat_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No measuring and no files in the user's cache: rows that cost nothing, so "auto" drafts."""
 
-    def flat(drafter: DFlash) -> costs.Curve:
+    def flat(drafter: Drafter) -> costs.Curve:
         rows = (1e-3,) * (drafter.config.num_proposals + 1)
         return costs.Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), (rows, rows))
 

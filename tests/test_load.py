@@ -48,7 +48,8 @@ def config_json(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: nn.Module) -> Path:
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), torch_layout(tiny_dspine(model)))
+    weights = torch_layout(tiny_dspine(model).network)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     (tmp_path / "config.json").write_text(json.dumps(config_json()))
     return tmp_path
 
@@ -63,7 +64,7 @@ def test_a_torch_layout_loads_as_it_is(folder: Path, model: nn.Module) -> None:
 def test_loading_binds_without_copies(folder: Path, model: nn.Module) -> None:
     drafter = load_drafter(folder, model)
     assert drafter.target.embed is model.model.embed_tokens
-    assert not any("embed" in name for name, _ in tree_flatten(drafter.parameters()))
+    assert not any("embed" in name for name, _ in tree_flatten(drafter.network.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -73,7 +74,7 @@ def test_the_drafter_takes_the_targets_dtype(
     target = tiny_target()
     target.set_dtype(dtype)
     drafter = load_drafter(folder, target)
-    assert {p.dtype for _, p in tree_flatten(drafter.parameters())} == {dtype}
+    assert {p.dtype for _, p in tree_flatten(drafter.network.parameters())} == {dtype}
     text = dspine_mlx.generate(target, tokenizer, random_prompt(5), drafter, max_tokens=6)
     assert text == dspine_mlx.generate(target, tokenizer, random_prompt(5), max_tokens=6)
 
@@ -88,9 +89,9 @@ def test_quantised_drafters_load_and_run(
     def wide(path: str, module: nn.Module) -> bool:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
-    nn.quantize(drafter, group_size=32, bits=bits, class_predicate=wide)
-    assert isinstance(drafter.transfer_codes, nn.QuantizedEmbedding)
-    weights = dict(tree_flatten(drafter.parameters()))
+    nn.quantize(drafter.network, group_size=32, bits=bits, class_predicate=wide)
+    assert isinstance(drafter.network.transfer_codes, nn.QuantizedEmbedding)
+    weights = dict(tree_flatten(drafter.network.parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     config = config_json(dspine_config={"transfer_rank": 32, "message_size": 32, "top_k": 4})
     config["quantization"] = {"group_size": 32, "bits": bits}

@@ -13,10 +13,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.config import DrafterConfig, flatten
-from dspine_mlx.drafters.dflash import DFlash, DraftLayer, Proposal
+from dspine_mlx.drafters.dflash import DFlash, DraftLayer
+from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.top_k import rank
 from dspine_mlx.errors import InputError
-from dspine_mlx.metal.kernel import Lookup
+from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
+from dspine_mlx.target.model import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,20 +165,22 @@ class DFlash2(DFlash):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
-    def candidates(self, states: mx.array) -> tuple[mx.array, mx.array]:
-        """See `DFlash.candidates`; tokens past `selector_vocab_size` are none."""
-        return self.rank(self.target.head(states)[:, : self.config.num_selectable])
-
-    def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
+    def propose(
+        self,
+        anchor: int | mx.array,
+        features: mx.array,
+        cache: list[KVCache],
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> Proposal:
         """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), in float32. See
-        `DFlash.propose`."""
+        `Drafter.propose`."""
         anchor = mx.array(anchor)
-        h = self.backbone(anchor, features, cache)
-        states = self.norm(h[0, self.config.first_slot :])
-        tokens, base = self.candidates(states)
+        states = self.backbone(anchor, features, cache, target)
+        tokens, base = rank(target.head(states)[:, : self.config.num_selectable], self.config)
         first = mx.broadcast_to(anchor.reshape(1, 1), (1, tokens.shape[1])).astype(tokens.dtype)
         before = mx.concatenate([first, tokens[:-1]])
         selector = self.candidate_selector
         after = lookup_all(selector.after(before, states))
-        table = markov_scores(base, after, selector.successors(tokens), self.kernels)
+        table = markov_scores(base, after, selector.successors(tokens), kernels)
         return Proposal(tokens, table[0, 0], table[1:])

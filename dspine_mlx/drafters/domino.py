@@ -13,12 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from dspine_mlx.drafters.chain import ChainProposal
+from dspine_mlx.drafters.chain import ChainProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.top_k import scale_scores
 from dspine_mlx.errors import InputError
-
-POOL = 2048  # tokens that a block's slots pick from
+from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.target.model import Target
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class PrefixGRU(nn.Module):
 
     def __init__(self, config: DominoConfig):
         super().__init__()
-        size = config.gru_hidden_dim
+        self.size = size = config.gru_hidden_dim
         self.weight_ih_l0 = mx.zeros((3 * size, config.hidden_size))
         self.weight_hh_l0 = mx.zeros((3 * size, size))
 
@@ -91,44 +92,36 @@ class DominoProposal(ChainProposal):
     """logits_k = U_k + W_2 silu(W_1 [h_k; s_{k-1}]), where s_{k-1} is the state after the anchor
     and k - 1 proposals; of the first p proposals logits_k = U_k."""
 
-    def __init__(self, drafter: "Domino", states: mx.array, anchor: mx.array):
-        config, self.drafter, self.anchor = drafter.config, drafter, anchor
-        logits = drafter.target.head(states)
-        base = drafter.scale_scores(logits[:, : config.vocab_size])
+    def __init__(self, network: "Domino", states: mx.array, anchor: mx.array, target: Target):
+        config = network.config
+        base = scale_scores(target.head(states)[:, : config.vocab_size], config)
         pool = shared_pool(base)
+        hidden, _, out = network.embed_proj
+        if pool is None:
+            self.base, self.rows = base, out.weight  # U [M, P], W_2 [P, E]
+            pool = mx.arange(config.vocab_size, dtype=mx.uint32)
+        else:
+            self.base, self.rows = base[:, pool], out.weight[pool]
         super().__init__(config.num_proposals, pool)
-        self.base = base if pool.size == base.shape[1] else base[:, pool]  # U [M, P]
-        hidden, _, out = drafter.embed_proj
-        self.from_states, self.from_prefix = mx.split(hidden.weight, [config.hidden_size], axis=1)
-        self.mixed = states @ self.from_states.T  # [M, E]
-        self.rows = out.weight[pool]  # [P, E]
+        from_states, self.from_prefix = mx.split(hidden.weight, [config.hidden_size], axis=1)
+        self.mixed = states @ from_states.T  # [M, E]
+        self.prefix, self.gru = config.pure_draft_prefix_len, network.prefix_gru
+        self.anchor, self.embed = anchor, target.embed
 
     def start(self, paths: int) -> mx.array:
         """s [N, F] after the anchor."""
-        size = self.drafter.config.gru_hidden_dim
-        zero = mx.zeros((paths, size), self.mixed.dtype)
-        return self.advance(zero, mx.broadcast_to(self.anchor.reshape(1), (paths,)))
+        zero = mx.zeros((paths, self.gru.size), self.mixed.dtype)
+        return self.gru(self.embed(mx.broadcast_to(self.anchor.reshape(1), (paths,))), zero)
 
-    def advance(self, state: mx.array, tokens: mx.array) -> mx.array:
-        return self.drafter.prefix_gru(self.drafter.target.embed(tokens), state)
-
-    def scores(self, slot: int, state: mx.array) -> mx.array:
+    def scores(self, slot: int, state: mx.array) -> tuple[mx.array, mx.array]:
         base = self.base[slot]
-        if slot < self.drafter.config.pure_draft_prefix_len:
-            return mx.broadcast_to(base, (len(state), base.size))
+        if slot < self.prefix:
+            return mx.broadcast_to(base, (len(state), base.size)), state
         mixed = nn.silu(self.mixed[slot] + state @ self.from_prefix.T)
-        return base + (mixed @ self.rows.T).astype(mx.float32)
+        return base + (mixed @ self.rows.T).astype(mx.float32), state
 
-    def follow(self, slot: int, state: mx.array, picks: mx.array) -> mx.array:
-        return self.advance(state, self.pool[picks])
-
-
-def shared_pool(base: mx.array) -> mx.array:
-    """POOL tokens of base scores [M, V] that lie closest below the best one of some slot."""
-    below = (base - base.max(axis=-1, keepdims=True)).max(axis=0)
-    if below.size <= POOL:
-        return mx.arange(below.size, dtype=mx.uint32)
-    return mx.argpartition(-below, POOL - 1)[:POOL]
+    def follow(self, state: mx.array, picks: mx.array) -> mx.array:
+        return self.gru(self.embed(self.tokens[picks]), state)
 
 
 class Domino(DFlash):
@@ -145,10 +138,14 @@ class Domino(DFlash):
         ]
 
     def propose(
-        self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
+        self,
+        anchor: int | mx.array,
+        features: mx.array,
+        cache: list[KVCache],
+        target: Target,
+        kernels: Kernels = OFF,
     ) -> DominoProposal:
-        """Propose M tokens after the anchor. See `DFlash.propose`."""
-        anchor, config = mx.array(anchor), self.config
-        h = self.backbone(anchor, features, cache)
-        states = self.norm(h[0, config.first_slot :][: config.num_proposals])
-        return DominoProposal(self, states, anchor)
+        """Propose M tokens after the anchor. See `Drafter.propose`."""
+        anchor = mx.array(anchor)
+        states = self.backbone(anchor, features, cache, target)[: self.config.num_proposals]
+        return DominoProposal(self, states, anchor, target)

@@ -13,8 +13,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.config import DSparkConfig
-from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
-from dspine_mlx.metal.kernel import Lookup
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.top_k import rank
+from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target.model import Target
 
@@ -147,26 +149,36 @@ class DSpark(DFlash):
         return ends
 
     def propose(
-        self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
+        self,
+        anchor: int | mx.array,
+        features: mx.array,
+        cache: list[KVCache],
+        target: Target,
+        kernels: Kernels = OFF,
     ) -> Proposal | SlotwiseProposal:
         """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the
-        confidence of every slot after each candidate of the one before. See `DFlash.propose`."""
+        confidence of every slot after each candidate of the one before. See `Drafter.propose`."""
         anchor = mx.array(anchor)
-        h = self.backbone(anchor, features, cache)
-        states = self.norm(h[0, self.config.first_slot :])
+        states = self.backbone(anchor, features, cache, target)
+        logits = target.head(states)
         if "markov_head" not in self:
-            return SlotwiseProposal(self, self.target.head(states), self.confidence(states))
-        ids, scores = self.candidates(states)
+            return self.slotwise(logits, self.confidence(states))
+        ids, scores = rank(logits, self.config)
         candidates = self.tokens(ids)
         before = mx.broadcast_to(anchor.reshape(1, 1), (1, ids.shape[1])).astype(candidates.dtype)
         before = mx.concatenate([before, candidates[:-1]])
-        table = self.markov_table(scores, before, ids, states)
+        table = self.markov_table(scores, before, ids, states, kernels)
         over = mx.broadcast_to(states[:, None], (*ids.shape, states.shape[-1]))
         confidence = self.confidence(over, self.markov_head.markov_w1(before))
         return Proposal(candidates, table[0, 0], table[1:], confidence)
 
     def markov_table(
-        self, base: mx.array, before: mx.array, ids: mx.array, states: mx.array
+        self,
+        base: mx.array,
+        before: mx.array,
+        ids: mx.array,
+        states: mx.array,
+        kernels: Kernels = OFF,
     ) -> mx.array:
         """The Markov head's table [M, K, K] after predecessors `before` [M, K]; that of an unpacked
         vanilla head takes one launch where kernels run."""
@@ -174,7 +186,7 @@ class DSpark(DFlash):
         w1, w2 = head.markov_w1, head.markov_w2
         if type(head) is VanillaMarkov and "scales" not in w1 and "scales" not in w2:
             predecessors, successors = Lookup(before, w1.weight), Lookup(ids, w2.weight)
-            return markov_scores(base, predecessors, successors, self.kernels)
+            return markov_scores(base, predecessors, successors, kernels)
         return head(base, w1(before), w2(ids), states)
 
     def confidence(self, features: mx.array, previous: mx.array | None = None) -> mx.array | None:

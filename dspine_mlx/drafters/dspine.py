@@ -9,7 +9,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.config import DSpineConfig
-from dspine_mlx.drafters.dflash import DFlash, Proposal
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.top_k import rank, scale_scores
 from dspine_mlx.metal.inject import gated_message, residual_write
 from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.transition import candidate_messages, transition_scores
@@ -52,15 +55,14 @@ class DSpine(DFlash):
         last = layer + 1 == len(self.layers)
         return self.norm if last else self.layers[layer + 1].input_layernorm
 
-    def bind(self, target: Target, kernels: Kernels = OFF) -> "DFlash":
+    def bind(self, target: Target, kernels: Kernels = OFF) -> Drafter:
         """See `DFlash.bind`. With kernels, codes kept in full are folded with their gates."""
-        super().bind(target, kernels)
         codes = self.get("transfer_codes", {})  # absent once they are folded
         if kernels.active and "weight" in codes and "scales" not in codes:
             self.folded_codes = self.injection.from_codes(codes.weight)
             mx.eval(self.folded_codes)
             del self.transfer_codes
-        return self
+        return super().bind(target, kernels)
 
     def code_rows(self, tokens: mx.array) -> Lookup:
         """Rows [G_p; A] sqrt(r) C[x] [2a] of tokens.
@@ -74,7 +76,7 @@ class DSpine(DFlash):
         return Lookup(rows, self.injection.from_codes(self.transfer_codes(tokens.reshape(-1))))
 
     def inject(
-        self, layer: int, block: mx.array, anchor: mx.array
+        self, layer: int, block: mx.array, anchor: mx.array, kernels: Kernels = OFF
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Injection after a layer, in five launches: h of all slots [B, d], normalised for the next
         layer too, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
@@ -83,47 +85,65 @@ class DSpine(DFlash):
         """
         injection, norm = self.injection, self.next_norm(layer)
         y = injection.readouts[layer](block[1:])
-        message, receiver = gated_message(
-            y, injection.gates(y), anchor, injection.bias, self.kernels
-        )
+        message, receiver = gated_message(y, injection.gates(y), anchor, injection.bias, kernels)
         write = injection.writes[layer](message)
-        h, normed = residual_write(block, write, norm.weight, norm.eps, self.kernels)
+        h, normed = residual_write(block, write, norm.weight, norm.eps, kernels)
         return h, normed, receiver
 
     def injected_backbone(
-        self, anchor: mx.array, features: mx.array, cache: list[KVCache]
+        self,
+        anchor: mx.array,
+        features: mx.array,
+        cache: list[KVCache],
+        target: Target,
+        kernels: Kernels = OFF,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Run all layers; of slots 1..M after the last one: normalised states [M, d], the states u
         [M, d] before its injection, and its receiver terms [M, a]."""
-        h, context = self.embed_block(anchor), self.context(features)
+        h, context = self.embed_block(anchor, target), self.context(features)
         normed = self.layers[0].input_layernorm(h)
         code = self.code_rows(anchor).take()
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
             block = layer(h, normed, context, c)[0]
-            h, normed, receiver = self.inject(i, block, code)
+            h, normed, receiver = self.inject(i, block, code, kernels)
             h, normed = h[None], normed[None]
         return normed[0, 1:], block[1:], receiver
 
-    def propose(self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]) -> Proposal:
+    def propose(
+        self,
+        anchor: int | mx.array,
+        features: mx.array,
+        cache: list[KVCache],
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> Proposal:
         """Propose M tokens after the anchor: T_t[i, j] = S_t(v_i, v_j), the last layer's injection
-        redone with candidate i of slot t - 1 as the predecessor. See `DFlash.propose`."""
-        states, u, receiver = self.injected_backbone(mx.array(anchor).reshape(()), features, cache)
-        ids, scores = self.candidates(states)
-        table = self.transition_table(u[1:], receiver[1:], ids)
+        redone with candidate i of slot t - 1 as the predecessor. See `Drafter.propose`."""
+        anchor = mx.array(anchor).reshape(())
+        states, u, receiver = self.injected_backbone(anchor, features, cache, target, kernels)
+        ids, scores = rank(target.head(states), self.config)
+        table = self.transition_table(u[1:], receiver[1:], ids, target, kernels)
         return Proposal(self.tokens(ids), scores[0], table)
 
-    def transition_table(self, u: mx.array, receiver: mx.array, ids: mx.array) -> mx.array:
+    def transition_table(
+        self,
+        u: mx.array,
+        receiver: mx.array,
+        ids: mx.array,
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> mx.array:
         """Last-write refinement for all pairs of candidates [M, K] at once: [M-1, K, K] float32.
 
         u [M-1, d] and receiver [M-1, a] of slots 2..M are kept from the last layer: no readout or
         gate of theirs is computed again.
         """
         predecessors = self.code_rows(self.tokens(ids[:-1]))
-        message = candidate_messages(receiver, predecessors, self.kernels)
+        message = candidate_messages(receiver, predecessors, kernels)
         write = self.injection.writes[-1](message)  # [M-1, K, d]
-        head, norm = self.target.head_lookup(ids[1:]), self.norm
-        scores = transition_scores(u, write, norm.weight, norm.eps, head, self.kernels)
-        return self.scale_scores(scores)
+        head, norm = target.head_lookup(ids[1:]), self.norm
+        scores = transition_scores(u, write, norm.weight, norm.eps, head, kernels)
+        return scale_scores(scores, self.config)
 
 
 def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:

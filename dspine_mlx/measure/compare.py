@@ -15,7 +15,7 @@ import mlx_lm
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import resolve
@@ -31,7 +31,7 @@ class Pair:
 
     model: nn.Module
     tokenizer: TokenizerWrapper
-    drafter: DFlash | None
+    drafter: Drafter | None
     sampler: Sampler
 
 

@@ -15,7 +15,9 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.sample_utils import greedy_sampler
 
-from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import make_caches
 from dspine_mlx.measure.compare import Pair
@@ -56,15 +58,22 @@ class Stopwatch:
             self.turn(before)
 
 
+def parts(proposal: AnyProposal) -> Any:
+    """The arrays that a proposal comes with."""
+    if isinstance(proposal, ChainProposal):
+        return proposal.arrays()
+    return proposal.logits if isinstance(proposal, SlotwiseProposal) else proposal
+
+
 class TimedContext(DraftContext):
-    def __init__(self, drafter: DFlash, cache: list[Any], watch: Stopwatch):
+    def __init__(self, drafter: Drafter, cache: list[Any], watch: Stopwatch):
         super().__init__(drafter, cache)
         self.watch = watch
 
-    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | SlotwiseProposal:
+    def propose(self, anchor: mx.array, features: mx.array) -> AnyProposal:
         with self.watch.timing("draft"):
             proposal = super().propose(anchor, features)
-            mx.eval(proposal.logits if isinstance(proposal, SlotwiseProposal) else proposal)
+            mx.eval(parts(proposal))
         return proposal
 
 
@@ -134,13 +143,14 @@ def split(pair: Pair, prompt: list[int], length: int, max_tokens: int = 64) -> S
 
 
 def decode(
-    kind: type[Kind], pair: Pair, drafter: DFlash, prompt: list[int], policy: Policy, tokens: int
+    kind: type[Kind], pair: Pair, drafter: Drafter, prompt: list[int], policy: Policy, tokens: int
 ) -> tuple[Kind, float]:
     """A text by one kind of decoder: the decoder, and seconds after the prefill."""
     cache = make_caches(pair.model, drafter, None, None)
     sampler = pair.sampler if pair.sampler.temp > 0 else greedy_sampler
     stops = frozenset(pair.tokenizer.eos_token_ids)
-    with wired_limit([pair.model, drafter], [generation_stream]), mx.stream(generation_stream):
+    modules = [pair.model, drafter.network]
+    with wired_limit(modules, [generation_stream]), mx.stream(generation_stream):
         decoder = kind(drafter, cache, sampler, stops=stops)
         for _ in decoder.prefill(mx.array(prompt), PREFILL):
             pass

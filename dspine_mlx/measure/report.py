@@ -62,7 +62,7 @@ def bundle(
     if pair is not None and pair.drafter is not None:
         prepare(pair.drafter)  # measures its costs, if they are not on file
         about["target"]["structure"] = structure(pair.model)
-        about["drafter"]["structure"] = structure(pair.drafter)
+        about["drafter"]["structure"] = structure(pair.drafter.network)
     return {
         "format": FORMAT,
         "date": time.strftime("%Y-%m-%d"),

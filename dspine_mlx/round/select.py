@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from dspine_mlx.drafters.chain import ChainProposal
-from dspine_mlx.drafters.dflash import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
+from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.round.sampler import Sampler
 
@@ -58,7 +58,7 @@ class Draft(NamedTuple):
 
 
 def select(
-    proposal: Proposal | SlotwiseProposal | ChainProposal,
+    proposal: AnyProposal,
     sampler: Sampler | None = None,
     kernels: Kernels = OFF,
     stops: Stops = frozenset(),
@@ -76,7 +76,8 @@ def select(
             return draft
         chances = proposal.probs() if chances is None else chances
         return draft._replace(evidence=Evidence(tokens, chances, stops))
-    proposal = proposal.ranked()
+    if not isinstance(proposal, ChainProposal):
+        proposal = proposal.ranked()
     candidates, reshape, temp = proposal.candidates, None, 1.0
     noises = [mx.broadcast_to(mx.array(0.0), candidates.shape)]
     if sampler is not None:

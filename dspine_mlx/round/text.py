@@ -13,8 +13,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.drafters.chain import ChainProposal
-from dspine_mlx.drafters.dflash import DFlash, Proposal, SlotwiseProposal
+from dspine_mlx.drafters.chain import AnyProposal
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.accept import TargetLogits, accept, normalised
 from dspine_mlx.round.policy import Policy
@@ -72,7 +72,7 @@ class DraftContext:
     caches stay behind the text: rotary positions are relative, so drafts only lose context.
     """
 
-    def __init__(self, drafter: DFlash, cache: list[KVCache]):
+    def __init__(self, drafter: Drafter, cache: list[KVCache]):
         self.drafter, self.cache = drafter, cache
         self.wanted: Callable[[], bool] = always
         self.backlog: list[mx.array] = []
@@ -83,9 +83,7 @@ class DraftContext:
         self.marks = [c.offset for c in self.cache]
         self.taken: int | None = None  # rows of the backlog that a proposal took in
 
-    def propose(
-        self, anchor: mx.array, features: mx.array
-    ) -> Proposal | SlotwiseProposal | ChainProposal:
+    def propose(self, anchor: mx.array, features: mx.array) -> AnyProposal:
         """Take in the backlog and the newest features, and propose tokens after the anchor."""
         rows = mx.concatenate([*self.backlog, features], axis=1)
         proposal = self.drafter.propose(anchor, rows, self.cache)
@@ -128,7 +126,7 @@ class Decoder:
     `settle` brings caches that are kept to the yielded text, whenever the generation ends.
     """
 
-    drafter: DFlash
+    drafter: Drafter
     prompt_cache: list[Any]  # the target's caches, then the drafter's
     sampler: SamplerFunction = greedy_sampler
     processors: list[LogitsProcessor] = field(default_factory=list)

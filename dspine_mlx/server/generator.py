@@ -13,7 +13,7 @@ from mlx_lm import server as host
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate as draft_generate
 from dspine_mlx.round.sampler import Sampler
@@ -156,7 +156,7 @@ class ResponseGenerator(host.ResponseGenerator):
         tokenizer: Any,
         prompt: list[int],
         max_tokens: int = 256,
-        draft_model: DFlash | None = None,
+        draft_model: Drafter | None = None,
         **options: Any,
     ) -> Generator[GenerationResponse, None, None]:
         """What `_serve_single` calls for mlx_lm's stream_generate."""

@@ -11,7 +11,7 @@ import mlx_lm
 from mlx_lm import server as host
 
 import dspine_mlx
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.server.call import CLIENT_GONE, Call, Failed, serving
 from dspine_mlx.server.generator import ResponseGenerator
@@ -191,7 +191,7 @@ class Handler(host.APIHandler):
             "loaded": provider.model is not None,
             "model": provider.model_key[0] if provider.model_key else None,
             "draft_model": draft,
-            "drafter": type(drafter).__name__ if drafter is not None else None,
+            "drafter": type(drafter.network).__name__ if drafter is not None else None,
             "verify_length": self.options.verify_length,
             "kernels": kernels(self.options.kernels, drafter),
             "requests": len(generator.calls),
@@ -215,7 +215,7 @@ class Handler(host.APIHandler):
         )
 
 
-def kernels(mode: str, drafter: DFlash | None) -> dict[str, Any]:
+def kernels(mode: str, drafter: Drafter | None) -> dict[str, Any]:
     """Whether Metal kernels are on, why or why not, and what their checks said."""
     checks = drafter.kernels.report()["checks"] if drafter is not None else []
     if mode == "off":

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm import server as host
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter, read_config, resolve
 from dspine_mlx.server.call import UnknownModel
@@ -27,7 +27,7 @@ class Provider(host.ModelProvider):
             raise InputError("drafting is for one machine; start without --draft-model")
         self.options = options
         self.model_key: Any  # (model, adapter, drafter)
-        self.drafters: dict[str, DFlash] = {}  # of the loaded target, the last one used
+        self.drafters: dict[str, Drafter] = {}  # of the loaded target, the last one used
         self.context_length: int | None = None
         self.vocab_size: int | None = None
         self.target_caches = 0  # cache objects the target needs
@@ -74,7 +74,7 @@ class Provider(host.ModelProvider):
         self.context_length, self.vocab_size = context_length(text), text.get("vocab_size")
         self.target_caches = len(make_prompt_cache(self.model))
 
-    def drafter(self, path: str) -> DFlash:
+    def drafter(self, path: str) -> Drafter:
         if path not in self.drafters:
             self.drafters = {}
             mx.clear_cache()

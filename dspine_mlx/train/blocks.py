@@ -11,7 +11,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from dspine_mlx.drafters.dflash import ContextAttention, DFlash, DraftLayer
+from dspine_mlx.drafters.dflash import ContextAttention, DraftLayer
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.train.config import LossConfig
 
@@ -57,18 +58,19 @@ class Context(NamedTuple):
 
 
 def forward(
-    drafter: DFlash, batch: Batch, config: LossConfig, *, checkpoint: bool = False
+    drafter: Drafter, batch: Batch, config: LossConfig, *, checkpoint: bool = False
 ) -> States:
     """The states that `drafter.propose` reaches for each block, with the true tokens as context."""
-    features = batch.features.astype(drafter.fc.weight.dtype)
-    context = Context(drafter.context(features), batch.anchors)
+    network = drafter.network
+    features = batch.features.astype(network.fc.weight.dtype)
+    context = Context(network.context(features), batch.anchors)
     h = embed(drafter, batch)
-    layers = [run(layer, checkpoint) for layer in drafter.layers]
-    if isinstance(drafter, DSpine):
-        return injected(drafter, batch, layers, h, context, config)
+    layers = [run(layer, checkpoint) for layer in network.layers]
+    if isinstance(network, DSpine):
+        return injected(network, batch, layers, h, context, config)
     for layer in layers:
         h = layer(h, *context)
-    return States(drafter.norm(h[:, :, drafter.config.first_slot :]))
+    return States(network.norm(h[:, :, drafter.config.first_slot :]))
 
 
 Layer = Callable[[mx.array, mx.array, mx.array], mx.array]
@@ -83,18 +85,18 @@ def run(layer: DraftLayer, checkpoint: bool) -> Layer:
     return nn.utils.checkpoint(layer, function) if checkpoint else function
 
 
-def embed(drafter: DFlash, batch: Batch) -> mx.array:
+def embed(drafter: Drafter, batch: Batch) -> mx.array:
     """[anchor, mask, mask, ...] of every block, embedded: [S, A, B, d]."""
     S, A, M = batch.weights.shape
     masks = M - 1 + drafter.config.first_slot
     anchors = batch.gather(batch.tokens, 0)[:, :, :1]
     fill = mx.full((S, A, masks), drafter.config.mask_token_id, anchors.dtype)
     block = drafter.target.embed(mx.concatenate([anchors, fill], axis=-1))
-    return block.astype(drafter.fc.weight.dtype) * drafter.config.input_embedding_scale
+    return block.astype(drafter.network.fc.weight.dtype) * drafter.config.input_embedding_scale
 
 
 def injected(
-    drafter: DSpine,
+    network: DSpine,
     batch: Batch,
     layers: list[Layer],
     h: mx.array,
@@ -102,8 +104,8 @@ def injected(
     config: LossConfig,
 ) -> States:
     """`DSpine.injected_backbone` for many blocks, with every layer's states kept."""
-    injection, a = drafter.injection, drafter.injection.bias.shape[0]
-    known = injection.from_codes(drafter.transfer_codes(batch.predecessors))  # [S, A, M, 2a]
+    injection, a = network.injection, network.injection.bias.shape[0]
+    known = injection.from_codes(network.transfer_codes(batch.predecessors))  # [S, A, M, 2a]
     # The last layer keeps the predicted predecessor, or the base logits would see the text itself.
     replace = min(config.replacement_layers, len(layers) - 1)
     kept = []
@@ -119,7 +121,7 @@ def injected(
         kept.append(written)
         h = mx.concatenate([block[:, :, :1], written], axis=2)
     refined = inject(u, receiver, known, injection.writes[-1])
-    return States(drafter.norm(written), drafter.norm(refined), tuple(kept))
+    return States(network.norm(written), network.norm(refined), tuple(kept))
 
 
 def inject(u: mx.array, receiver: mx.array, previous: mx.array, write: nn.Linear) -> mx.array:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import load
@@ -38,7 +38,7 @@ class Decoded:
 def decode(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    drafter: DFlash,
+    drafter: Drafter,
     prompts: list[list[int]],
     temperature: float,
     *,
@@ -111,7 +111,7 @@ def look_up(seen: list[int], draft: int, ngram: int) -> list[int]:
 
 
 def teacher_forced(
-    drafter: DFlash, texts: list[Decoded], loss: LossConfig
+    drafter: Drafter, texts: list[Decoded], loss: LossConfig
 ) -> tuple[list[float], list[float]]:
     """Of every slot, greedy and sampled: the chance that it stands if those before it did, at every
     token of the texts, which serve as the true predecessors."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspark import DSpark
 from dspine_mlx.drafters.dspine import GATES, DSpine
 from dspine_mlx.errors import InputError
@@ -28,7 +29,7 @@ STATED = {"is_causal", "rms_norm_eps", "rope_theta", "max_position_embeddings", 
 
 
 def export(
-    drafter: DFlash,
+    drafter: Drafter,
     folder: Path,
     loss: LossConfig,
     *,
@@ -40,14 +41,14 @@ def export(
 
     hf: SpecForge's tensor names, which servers elsewhere expect; both kinds load here.
     """
-    check_layout(type(drafter), drafter.config.draft_vocab_size, hf)
+    check_layout(type(drafter.network), drafter.config.draft_vocab_size, hf)
     if folder.exists() and not replace:
         raise InputError(f"{folder} exists already; name a new folder")
     temporary = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    weights = dict(tree_flatten(drafter.parameters()))
-    if hf and isinstance(drafter, DSpine):
+    weights = dict(tree_flatten(drafter.network.parameters()))
+    if hf and isinstance(drafter.network, DSpine):
         weights = torch_names(weights)
     if "d2t" in weights:
         weights |= vocabulary_map(weights["d2t"], drafter.config.vocab_size)
@@ -87,7 +88,7 @@ def vocabulary_map(ids: mx.array, vocab_size: int) -> dict[str, mx.array]:
 
 
 def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """DSpine's tensors under SpecForge's names: the inverse of `DSpine.sanitize`."""
+    """DSpine's tensors under SpecForge's names: as it publishes them."""
     out = dict(weights)
     parts = mx.split(out.pop("injection.gates.weight"), len(GATES))
     out |= {f"injection.{name}.weight": part for name, part in zip(GATES, parts, strict=True)}
@@ -96,22 +97,22 @@ def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return out
 
 
-def checkpoint_config(drafter: DFlash, loss: LossConfig, dtype: mx.Dtype) -> dict[str, Any]:
+def checkpoint_config(drafter: Drafter, loss: LossConfig, dtype: mx.Dtype) -> dict[str, Any]:
     """config.json with the keys that public checkpoints have; of ours those that say something."""
     defaults = {f.name: f.default for f in fields(drafter.config) if f.name not in STATED}
     flat = {
         k: v for k, v in asdict(drafter.config).items() if k not in defaults or v != defaults[k]
     }
-    method = type(drafter).__name__
+    method = type(drafter.network).__name__
     nested = {k: flat.pop(k) for k in DFLASH_KEYS}
-    if isinstance(drafter, DSpark):
+    if isinstance(drafter.network, DSpark):
         nested |= {"projector_type": "dspark"} | {k: vars(drafter.config)[k] for k in DSPARK_KEYS}
     config: dict[str, Any] = {
         "architectures": [f"{method}DraftModel"],
         "model_type": "qwen3",
         "tie_word_embeddings": False,  # it has none; some readers want the key
     }
-    if isinstance(drafter, DSpine):
+    if isinstance(drafter.network, DSpine):
         config["dspine_config"] = {k: flat.pop(k) for k in DSPINE_KEYS} | training_keys(loss)
     return config | flat | {"dflash_config": nested, "dtype": str(dtype).removeprefix("mlx.core.")}
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.batches import Observe, assemble, draw, draw_blocks, slot_weights
 from dspine_mlx.train.blocks import Batch
@@ -40,8 +40,9 @@ class Trainer:
     uninterrupted one bit for bit.
     """
 
-    def __init__(self, drafter: DFlash, source: Source, config: TrainConfig, loss: LossConfig):
-        causal = all(layer.self_attn.causal for layer in drafter.layers)
+    def __init__(self, drafter: Drafter, source: Source, config: TrainConfig, loss: LossConfig):
+        network = drafter.network
+        causal = all(layer.self_attn.causal for layer in network.layers)
         if config.short_block_size is not None and not causal:
             raise InputError(
                 "short_block_size needs slots that see earlier slots only; this drafter's see all"
@@ -53,9 +54,9 @@ class Trainer:
             weight_decay=0.0,
             bias_correction=True,
         )
-        drafter.train()
-        self.optimizer.init(drafter.trainable_parameters())
-        self.gradient = nn.value_and_grad(drafter, self.forward)
+        network.train()
+        self.optimizer.init(network.trainable_parameters())
+        self.gradient = nn.value_and_grad(network, self.forward)
         self.step = 0
         self.best, self.bad = -math.inf, 0
 
@@ -129,8 +130,8 @@ class Trainer:
             )
         rate = self.learning_rate()
         self.optimizer.learning_rate = mx.array(rate)
-        self.optimizer.update(self.drafter, grads)
-        mx.eval(self.drafter.parameters(), self.optimizer.state)
+        self.optimizer.update(self.drafter.network, grads)
+        mx.eval(self.drafter.network.parameters(), self.optimizer.state)
         self.step += 1
         record: Record = {"step": self.step, "loss": total.item(), **estimate.record()}
         return record | {"norm": norm.item(), "learning_rate": rate}
@@ -162,7 +163,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint beside the old one and move it into place."""
-        weights = {f"drafter.{n}": v for n, v in tree_flatten(self.drafter.parameters())}
+        weights = {f"drafter.{n}": v for n, v in tree_flatten(self.drafter.network.parameters())}
         state = {f"optimizer.{n}": v for n, v in tree_flatten(self.optimizer.state)}
         metadata = {"step": self.step, "best": self.best, "bad": self.bad}
         write_safely(folder / CHECKPOINT, weights | state, metadata)
@@ -177,20 +178,21 @@ class Trainer:
         for name, value in tensors.items():
             part, _, rest = name.partition(".")
             parts[part].append((rest, value))
-        self.drafter.load_weights(parts["drafter"])
-        self.drafter.bind(self.drafter.verifier)  # its draft vocabulary decides the head's rows
+        network = self.drafter.network
+        network.load_weights(parts["drafter"])
+        self.drafter = network.bind(self.drafter.verifier)  # d2t decides the head's rows
         self.optimizer.state = tree_unflatten(parts["optimizer"])
         self.step, self.bad = int(metadata["step"]), int(metadata["bad"])
         self.best = float(metadata["best"])
 
     def save_best(self, folder: Path) -> None:
         """Keep the drafter's weights as they are trained, whatever is trained on."""
-        write_safely(folder / BEST, dict(tree_flatten(self.drafter.parameters())), {})
+        write_safely(folder / BEST, dict(tree_flatten(self.drafter.network.parameters())), {})
 
     def restore_best(self, folder: Path) -> None:
         """The drafter as `save_best` kept it, or as it is if it never did."""
         if (folder / BEST).exists():
-            self.drafter.load_weights(str(folder / BEST))
+            self.drafter.network.load_weights(str(folder / BEST))
 
 
 class Estimate:

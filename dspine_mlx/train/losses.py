@@ -11,9 +11,11 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from dspine_mlx.drafters.dflash import DFlash, top_k
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspark import DSpark, RNNMarkov, VanillaMarkov
 from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.top_k import scale_scores, top_k
 from dspine_mlx.train.blocks import Batch, States, forward
 from dspine_mlx.train.config import LossConfig
 
@@ -36,7 +38,7 @@ class LossRows(NamedTuple):
 
 
 def drafter_loss(
-    drafter: DFlash,
+    drafter: Drafter,
     batch: Batch,
     schedule: Schedule,
     config: LossConfig,
@@ -48,7 +50,7 @@ def drafter_loss(
     states = forward(drafter, batch, config, checkpoint=checkpoint)
     inputs, shared = row_inputs(drafter, batch, states)
     flat = [x.reshape(-1, *x.shape[3:]) for x in inputs]
-    row_loss: RowLoss = partial(ROWS[type(drafter)], drafter, config)
+    row_loss: RowLoss = partial(ROWS[type(drafter.network)], drafter, config)
     count = flat[0].shape[0]
     if count > logit_rows:
         row_loss = mx.checkpoint(row_loss)  # a chunk's logits are made again in the backward pass
@@ -59,35 +61,36 @@ def drafter_loss(
     parts = [mx.concatenate(part) for part in zip(*chunks, strict=True)]
     rows = LossRows(*(part.reshape(batch.weights.shape) for part in parts))
     loss = rows.loss
-    if isinstance(drafter, DSpine):
+    if isinstance(drafter.network, DSpine):
         loss = loss + schedule.beta * alignment(drafter, batch, states, rows.ce, config)
     return (batch.weights * loss).sum() / schedule.denominator, rows
 
 
 def row_inputs(
-    drafter: DFlash, batch: Batch, states: States
+    drafter: Drafter, batch: Batch, states: States
 ) -> tuple[list[mx.array], list[mx.array]]:
     """What a loss takes, besides alpha: of every row, [S, A, M, ...] each, and what rows share."""
     inputs = [batch.gather(batch.hidden, 0), draft_ids(drafter, batch.labels), states.base]
     if states.refined is not None:
         return [*inputs, states.refined], []
-    if not isinstance(drafter, DSpark):
+    network = drafter.network
+    if not isinstance(network, DSpark):
         return inputs, []
-    previous = drafter.markov_head.markov_w1(batch.predecessors)
-    mixed = teacher_forced(drafter.markov_head, previous, states.base)
+    previous = network.markov_head.markov_w1(batch.predecessors)
+    mixed = teacher_forced(network.markov_head, previous, states.base)
     features = states.base
-    if drafter.config.confidence_head_with_markov:
+    if network.config.confidence_head_with_markov:
         features = mx.concatenate([features, previous], axis=-1)
-    confidence = drafter.confidence_head(features)
-    own = [drafter.lm_head.weight] if "lm_head" in drafter else []
-    return [*inputs, mixed, confidence], [drafter.markov_head.markov_w2.weight, *own]
+    confidence = network.confidence_head(features)
+    own = [network.lm_head.weight] if "lm_head" in network else []
+    return [*inputs, mixed, confidence], [network.markov_head.markov_w2.weight, *own]
 
 
-def draft_ids(drafter: DFlash, tokens: mx.array) -> mx.array:
+def draft_ids(drafter: Drafter, tokens: mx.array) -> mx.array:
     """Tokens as rows of the drafter's head; Vd for those outside a reduced vocabulary."""
-    if "d2t" not in drafter:
+    if "d2t" not in drafter.network:
         return tokens
-    ids = drafter.d2t
+    ids = drafter.network.d2t
     places = mx.full((drafter.verifier.vocab_size,), ids.size, tokens.dtype)
     places[ids] = mx.arange(ids.size, dtype=tokens.dtype)
     return places[tokens]
@@ -148,21 +151,21 @@ def cross_entropy(logits: mx.array, lse: mx.array, labels: mx.array) -> mx.array
     return mx.where(labels < logits.shape[-1], ce, 0)
 
 
-def laws(drafter: DFlash, hidden: mx.array, own: mx.array) -> Laws:
+def laws(drafter: Drafter, hidden: mx.array, own: mx.array) -> Laws:
     """From the target's last states [R, d] and the drafter's own logits."""
     head = drafter.verifier.head(hidden.astype(drafter.verifier.dtype))
-    p = mx.stop_gradient(mx.softmax(drafter.scale_scores(head), axis=-1))
+    p = mx.stop_gradient(mx.softmax(scale_scores(head, drafter.config), axis=-1))
     best, outside = draft_ids(drafter, mx.argmax(p, axis=-1)), mx.array(0.0)
-    if "d2t" in drafter:
-        p = p[:, drafter.d2t]
+    if "d2t" in drafter.network:
+        p = p[:, drafter.network.d2t]
         outside = 1 - p.sum(axis=-1)
     return Laws(p, *softmax(own), own, best, outside)
 
 
-def all_logits(drafter: DFlash, states: mx.array) -> mx.array:
+def all_logits(drafter: Drafter, states: mx.array) -> mx.array:
     """Full-vocabulary logits, float32, by the frozen head in its own precision."""
     target = drafter.target
-    return drafter.scale_scores(target.head(states.astype(target.dtype)))
+    return scale_scores(target.head(states.astype(target.dtype)), drafter.config)
 
 
 def softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -174,7 +177,7 @@ def softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def dflash_rows(
-    drafter: DFlash,
+    drafter: Drafter,
     config: LossConfig,
     alpha: mx.array,
     hidden: mx.array,
@@ -188,7 +191,7 @@ def dflash_rows(
 
 
 def dspark_rows(
-    drafter: DSpark,
+    drafter: Drafter,
     config: LossConfig,
     alpha: mx.array,
     successors: mx.array,
@@ -200,7 +203,7 @@ def dspark_rows(
     labels, base, mixed [R, r], confidence [R].
     """
     *head, hidden, labels, base, mixed, confidence = rows
-    own = drafter.scale_scores(base @ head[0].T) if head else all_logits(drafter, base)
+    own = scale_scores(base @ head[0].T, drafter.config) if head else all_logits(drafter, base)
     law = laws(drafter, hidden, own + mixed @ successors.T)
     ce = law.cross_entropy(labels)
     stands = nn.losses.binary_cross_entropy(
@@ -211,7 +214,7 @@ def dspark_rows(
 
 
 def dspine_rows(
-    drafter: DSpine,
+    drafter: Drafter,
     config: LossConfig,
     alpha: mx.array,
     *rows: mx.array,
@@ -230,7 +233,7 @@ def dspine_rows(
     p = mx.take_along_axis(law.p, candidates, axis=-1)
     if config.refinement:
         head = drafter.target.head_rows(candidates).astype(refined.dtype)  # [R, K, d]
-        scores = drafter.scale_scores((head @ refined[..., None])[..., 0])
+        scores = scale_scores((head @ refined[..., None])[..., 0], drafter.config)
         own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
         loss = loss + config.refined_weight * own
     else:
@@ -266,23 +269,23 @@ def candidate_loss(
 
 
 def alignment(
-    drafter: DSpine, batch: Batch, states: States, ce: mx.array, config: LossConfig
+    drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig
 ) -> mx.array:
     """What each layer's states say of their own token, per row, the mean over layers: [S, A, M].
 
     1 - cos(R_l h_l, C[y]), weighted with the row's CE (no gradient), so that it fades as the
     drafter learns; `token`: the CE of norm(h_l) in its place, the plain way to supervise a layer.
     """
-    labels, weight = batch.labels, mx.stop_gradient(ce)
+    network, labels, weight = drafter.network, batch.labels, mx.stop_gradient(ce)
     if config.alignment == "token":
         ids = draft_ids(drafter, labels)
-        logits = [all_logits(drafter, drafter.norm(h)) for h in states.layers]
+        logits = [all_logits(drafter, network.norm(h)) for h in states.layers]
         losses = [cross_entropy(own, mx.logsumexp(own, axis=-1), ids) for own in logits]
         return sum(losses) / len(losses)
-    codes = drafter.transfer_codes(labels)
+    codes = network.transfer_codes(labels)
     cosines = [
         nn.losses.cosine_similarity_loss(readout(h), codes, axis=-1, eps=1e-12)
-        for readout, h in zip(drafter.injection.readouts, states.layers, strict=True)
+        for readout, h in zip(network.injection.readouts, states.layers, strict=True)
     ]
     return weight * (1 - sum(cosines) / len(cosines))
 

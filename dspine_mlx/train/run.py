@@ -17,6 +17,7 @@ from dspine_mlx.checkpoints.layouts import METHODS
 from dspine_mlx.checkpoints.open import open_checkpoint
 from dspine_mlx.drafters.config import flatten
 from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import resolve
@@ -179,26 +180,26 @@ def features(
 
 def new_drafter(
     run: Run, target: Target, tokenizer: TokenizerWrapper, sequences: list[Sequence]
-) -> DFlash:
+) -> Drafter:
     """A drafter with its starting weights, in float32, bound to the target."""
-    drafter_class, config_class = METHODS[run.method]
+    network_class, config_class = METHODS[run.method]
     config = config_class.from_dict(drafter_config(run, target, tokenizer))
-    drafter = drafter_class(config)
-    drafter.set_dtype(mx.float32)
-    if "d2t" in drafter:
-        start_vocabulary(drafter, target, sequences)
-    if isinstance(drafter, DSpine):
-        start_dspine(drafter, target)
+    network = network_class(config)
+    network.set_dtype(mx.float32)
+    if "d2t" in network:
+        start_vocabulary(network, target, sequences)
+    if isinstance(network, DSpine):
+        start_dspine(network, target)
     if run.target_layers is not None:
-        start_layers(drafter, target, run.target_layers)
+        start_layers(network, target, run.target_layers)
     if run.warm_start is not None:
-        taken = warm_start(drafter, run.warm_start)
+        taken = warm_start(network, run.warm_start)
         if "d2t" in taken and "lm_head.weight" not in taken:
-            start_head(drafter, target)
+            start_head(network, target)
     if run.bidirectional:
-        for layer in drafter.layers:
+        for layer in network.layers:
             layer.self_attn.causal = False
-    return drafter.bind(target)
+    return network.bind(target)
 
 
 def drafter_config(run: Run, target: Target, tokenizer: TokenizerWrapper) -> dict[str, Any]:
@@ -234,11 +235,11 @@ def spread(layers: int, taps: int) -> list[int]:
     return sorted({1 + round(i * (last - 1) / max(1, taps - 1)) for i in range(taps)})
 
 
-def warm_start(drafter: DFlash, path: str) -> set[str]:
+def warm_start(network: DFlash, path: str) -> set[str]:
     """Take over a drafter's tensors: a DFlash checkpoint has the backbone of every method. Returns
     their names."""
     weights = open_checkpoint(resolve(path)).arrays()
-    own = dict(tree_flatten(drafter.parameters()))
+    own = dict(tree_flatten(network.parameters()))
     fit = {n: w for n, w in weights.items() if n in own and own[n].shape == w.shape}
     lost = sorted(weights.keys() - fit.keys())
     backbone = [n for n in own if n.startswith(("layers.", "fc.")) and n not in fit]
@@ -246,5 +247,5 @@ def warm_start(drafter: DFlash, path: str) -> set[str]:
         raise InputError(
             f"{path} can't start this drafter: {', '.join(lost + backbone)} do not fit its shapes"
         )
-    drafter.load_weights([(n, w.astype(own[n].dtype)) for n, w in fit.items()], strict=False)
+    network.load_weights([(n, w.astype(own[n].dtype)) for n, w in fit.items()], strict=False)
     return set(fit)

@@ -26,7 +26,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.verify_length import costs
 from dspine_mlx.verify_length.costs import digest, write_json
@@ -208,16 +208,16 @@ def chance_errors(calibration: Calibration, logits: np.ndarray, draws: int = 20)
     return np.mean(errors, axis=0)
 
 
-def calibration_key(drafter: DFlash) -> dict[str, str]:
+def calibration_key(drafter: Drafter) -> dict[str, str]:
     """The pair: tensors' names and shapes, and the values of two of the drafter's.
 
     Packed weights have other names and shapes; a cast between float types changes nothing.
     """
-    values = [drafter.norm.weight, drafter.hidden_norm.weight]
+    values = [drafter.network.norm.weight, drafter.network.hidden_norm.weight]
     return {
         "format": str(FORMAT),
         "target": shapes(drafter.target.model),
-        "drafter": shapes(drafter),
+        "drafter": shapes(drafter.network),
         "values": digest([value.astype(mx.float32).tolist() for value in values]),
     }
 
@@ -227,17 +227,17 @@ def shapes(module: nn.Module) -> str:
     return digest([[name, list(value.shape)] for name, value in tensors])
 
 
-def calibration_path(drafter: DFlash) -> Path:
+def calibration_path(drafter: Drafter) -> Path:
     return costs.CACHE / f"calibration-{digest(calibration_key(drafter))}.json"
 
 
-def save_calibrations(path: Path, drafter: DFlash, modes: dict[str, Calibration]) -> None:
+def save_calibrations(path: Path, drafter: Drafter, modes: dict[str, Calibration]) -> None:
     fitted = {mode: asdict(calibration) for mode, calibration in modes.items()}
     key, pair = calibration_key(drafter), costs.describe(drafter)
     write_json(path, {"key": key, "pair": pair, "modes": fitted})
 
 
-def load_calibrations(drafter: DFlash, path: Path | None = None) -> dict[str, Calibration]:
+def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, Calibration]:
     """The calibrations of a pair by mode; none, with a warning, if the file does not fit it.
 
     path: else the one made on this machine, else the one in the drafter's folder.

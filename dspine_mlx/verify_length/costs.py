@@ -24,7 +24,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import select
 from dspine_mlx.target.rollback import Rollback, leaves
 
@@ -140,7 +140,7 @@ class Costs:
         self.depth = -1
 
 
-def costs_of(drafter: DFlash, measured: bool = True) -> Costs:
+def costs_of(drafter: Drafter, measured: bool = True) -> Costs:
     """The costs of a bound pair: from the cache, else measured now and cached; or only guessed."""
     if not measured:
         return Costs(guess(drafter))
@@ -153,7 +153,7 @@ def costs_of(drafter: DFlash, measured: bool = True) -> Costs:
     return Costs(curve)
 
 
-def pair_key(drafter: DFlash) -> dict[str, str]:
+def pair_key(drafter: Drafter) -> dict[str, str]:
     """What a measurement depends on. Models are known by their tensors' names, shapes, dtypes."""
     return {
         "format": str(FORMAT),
@@ -161,18 +161,18 @@ def pair_key(drafter: DFlash) -> dict[str, str]:
         "blas": os.environ.get("LD_PRELOAD", ""),  # MLX has no name for the library it is using
         "mlx": mx.__version__,
         "target": structure(drafter.target.model),
-        "drafter": structure(drafter),
+        "drafter": structure(drafter.network),
     }
 
 
-def describe(drafter: DFlash) -> str:
+def describe(drafter: Drafter) -> str:
     """A bound pair in words, without names."""
     target = drafter.target
     family = type(target.model).__module__.rpartition(".")[2]
     size = sum(value.nbytes for _, value in tree_flatten(target.model.parameters()))
     return (
         f"{family}, {len(target.layers)} layers of {target.hidden_size}, {size / 1e9:.2g} GB, with "
-        f"{type(drafter).__name__}, {len(drafter.layers)} layers, "
+        f"{type(drafter.network).__name__}, {len(drafter.layers)} layers, "
         f"{drafter.config.num_proposals} proposals"
     )
 
@@ -219,7 +219,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
         log.warning("%s can't be written (%s); it will be made again next time", path, error)
 
 
-def guess(drafter: DFlash) -> Curve:
+def guess(drafter: Drafter) -> Curve:
     """A roofline: rows are free until the chip is compute-bound. Real steps set the scale.
 
     Weights of b bytes a parameter feed BALANCE * b / 2 rows at full bandwidth; a CPU is taken to be
@@ -227,7 +227,7 @@ def guess(drafter: DFlash) -> Curve:
     """
     target, own = (
         sum(value.nbytes for _, value in tree_flatten(m.parameters()))
-        for m in (drafter.target.model, drafter)
+        for m in (drafter.target.model, drafter.network)
     )
     widths = range(1, drafter.config.num_proposals + 2)
     if mx.metal.is_available():
@@ -244,7 +244,7 @@ def guess(drafter: DFlash) -> Curve:
     )
 
 
-def measure(drafter: DFlash, seconds: float = SECONDS) -> Curve:
+def measure(drafter: Drafter, seconds: float = SECONDS) -> Curve:
     """Median times of interleaved repetitions after a warm-up, on caches of their own."""
     bench = Bench(drafter)
     all_widths = list(range(1, drafter.config.num_proposals + 2))
@@ -266,7 +266,7 @@ def measure(drafter: DFlash, seconds: float = SECONDS) -> Curve:
 class Bench:
     """Steps of a pair on scratch caches."""
 
-    def __init__(self, drafter: DFlash):
+    def __init__(self, drafter: Drafter):
         self.drafter, self.target = drafter, drafter.target
         self.cache = make_prompt_cache(self.target.model)
         self.draft_cache = drafter.make_cache()

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.select import Draft
@@ -67,7 +67,7 @@ class Rounds:
 def record(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    drafter: DFlash,
+    drafter: Drafter,
     prompt: str | list[int],
     sampler: SamplerFunction,
     max_tokens: int,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.policy import Fixed, Policy
 from dspine_mlx.verify_length.auto import Auto
@@ -40,7 +40,7 @@ class Schedule:
     explain: Callable[[str], None] | None = None
     policies: dict[str, Auto] = field(default_factory=dict)
 
-    def policy(self, drafter: DFlash, sampler: SamplerFunction) -> Auto:
+    def policy(self, drafter: Drafter, sampler: SamplerFunction) -> Auto:
         mode = mode_of(sampler)
         if mode not in self.policies:
             calibration = self.calibrations.get(mode) or uncalibrated(drafter.config.num_proposals)
@@ -49,7 +49,7 @@ class Schedule:
 
 
 def prepare(
-    drafter: DFlash,
+    drafter: Drafter,
     *,
     profile: bool = True,
     calibration: Path | None = None,
@@ -63,7 +63,7 @@ def prepare(
     """
     calibrations = load_calibrations(drafter, calibration)
     schedule = Schedule(costs_of(drafter, profile), calibrations, explain)
-    object.__setattr__(drafter, "schedule", schedule)
+    drafter.schedule = schedule
     return schedule
 
 
@@ -74,7 +74,7 @@ def check_length(verify_length: int | str | Policy) -> None:
 
 
 def policy_for(
-    verify_length: int | str | Policy, drafter: DFlash, sampler: SamplerFunction
+    verify_length: int | str | Policy, drafter: Drafter, sampler: SamplerFunction
 ) -> Policy:
     if isinstance(verify_length, int):
         return Fixed(min(verify_length, drafter.config.num_proposals))

@@ -25,7 +25,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import dspine_mlx
 from dspine_mlx.drafters.config import DSpineConfig
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.load import DEMO, load, load_drafter
 from dspine_mlx.target.model import Target
@@ -45,7 +45,7 @@ PROMPTS = [
 CHUNK = 32
 
 
-def random_drafter(model: nn.Module) -> DFlash:
+def random_drafter(model: nn.Module) -> Drafter:
     """A drafter of the demo target's size with random weights."""
     mx.random.seed(1)
     config = DSpineConfig.from_dict(
@@ -64,10 +64,10 @@ def random_drafter(model: nn.Module) -> DFlash:
             "message_size": 32,
         }
     )
-    drafter = DSpine(config)
-    drafter.set_dtype(Target(model).dtype)
-    mx.eval(drafter.parameters())
-    return drafter.bind(Target(model))
+    network = DSpine(config)
+    network.set_dtype(Target(model).dtype)
+    mx.eval(network.parameters())
+    return network.bind(Target(model))
 
 
 def race(contestants: dict[str, Iterator[Any]]) -> tuple[dict[str, tuple[float, float]], Any]:
@@ -111,7 +111,7 @@ def main() -> None:
     model, tokenizer, _ = load(DEMO / "target")
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
-    drafter: DFlash
+    drafter: Drafter
     if args.drafter == "random":
         drafter = random_drafter(model)
     elif args.drafter == "random-100m":
@@ -138,7 +138,7 @@ def main() -> None:
         }
         if sweep == 0 or not args.warm:
             schedule = Schedule(costs_of(drafter), {}, print if args.explain else None)
-            object.__setattr__(drafter, "schedule", schedule)
+            drafter.schedule = schedule
         for length in [*args.fixed, "auto"]:
             contestants[str(length)] = dspine_mlx.stream_generate(
                 model,

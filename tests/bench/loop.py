@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import select
 from dspine_mlx.round.text import Decoder
 from dspine_mlx.verify_length.schedule import Fixed
@@ -30,7 +30,7 @@ class Timed:
 
     def __init__(self, owner: object, name: str):
         self.seconds, self.call = 0.0, getattr(owner, name)
-        object.__setattr__(owner, name, self)
+        setattr(owner, name, self)
 
     def __call__(self, *args: object) -> object:
         start = time.thread_time()
@@ -39,7 +39,7 @@ class Timed:
         return result
 
 
-def pair() -> tuple[nn.Module, DSpine]:
+def pair() -> tuple[nn.Module, Drafter]:
     shape = SHAPE | {
         "hidden_size": 768,
         "intermediate_size": 2048,
@@ -52,9 +52,9 @@ def pair() -> tuple[nn.Module, DSpine]:
     return random_pair(shape, 12, settings)
 
 
-def operations(drafter: DSpine) -> Counter[str]:
+def operations(drafter: Drafter) -> Counter[str]:
     """Operations in the graph of one proposal and its greedy selection."""
-    features = mx.zeros((1, 4, drafter.feature_size))
+    features = mx.zeros((1, 4, drafter.network.feature_size))
     cache = drafter.make_cache()
     drafter.extend(features, cache)
     mx.eval([c.state for c in cache])

@@ -15,6 +15,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.drafters.config import DSpineConfig
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.generate import decode
 from dspine_mlx.round.text import Decoder
@@ -35,15 +36,14 @@ SHAPE = {
 
 def random_pair(
     shape: dict[str, Any], layers: int, drafter_settings: dict[str, Any]
-) -> tuple[nn.Module, DSpine]:
+) -> tuple[nn.Module, Drafter]:
     """A Qwen3 target of this shape and a DSpine drafter for it, with random weights."""
     extra = {"model_type": "qwen3", "num_hidden_layers": layers, "max_position_embeddings": 8192}
     model = qwen3.Model(qwen3.ModelArgs.from_dict(shape | extra | {"tie_word_embeddings": True}))
     config = {"block_size": 16, "mask_token_id": 3, "target_layer_ids": [1, 3, 5, 7, 9]}
-    drafter = DSpine(DSpineConfig.from_dict(shape | config | drafter_settings))
-    mx.eval(model.parameters(), drafter.parameters())
-    drafter.bind(Target(model))
-    return model, drafter
+    network = DSpine(DSpineConfig.from_dict(shape | config | drafter_settings))
+    mx.eval(model.parameters(), network.parameters())
+    return model, network.bind(Target(model))
 
 
 def peak(run: object) -> int:

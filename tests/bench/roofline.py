@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3
 
 from dspine_mlx.drafters.config import DSpineConfig
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
 from dspine_mlx.round.select import select
@@ -162,7 +163,7 @@ def kernel_costs(bits: int) -> dict[str, tuple[int, int]]:
     return costs
 
 
-def drafter_of(kernels: Kernels, bits: int) -> DSpine:
+def drafter_of(kernels: Kernels, bits: int) -> Drafter:
     """Of full size, with weights that are never evaluated."""
     config = DSpineConfig.from_dict(SIZES)
     args = qwen3.ModelArgs(
@@ -171,16 +172,16 @@ def drafter_of(kernels: Kernels, bits: int) -> DSpine:
         max_position_embeddings=40960,
         tie_word_embeddings=False,
     )
-    model, drafter = qwen3.Model(args), DSpine(config)
-    for module in (model, drafter):
+    model, network = qwen3.Model(args), DSpine(config)
+    for module in (model, network):
         module.set_dtype(mx.bfloat16)
         if bits:
             nn.quantize(module, group_size=64, bits=bits, class_predicate=quantised)
-    drafter.bind(Target(model))
+    drafter = network.bind(Target(model))
     if kernels.active:  # as bind folds them, without the product
         shape = (config.vocab_size, 2 * config.message_size)
-        drafter.kernels, drafter.folded_codes = kernels, mx.zeros(shape, mx.bfloat16)
-        del drafter.transfer_codes
+        drafter.kernels, network.folded_codes = kernels, mx.zeros(shape, mx.bfloat16)
+        del network.transfer_codes
     return drafter
 
 
@@ -189,13 +190,13 @@ def quantised(path: str, module: nn.Module) -> bool:
 
 
 def graph(
-    drafter: DSpine,
+    drafter: Drafter,
     costs: dict[str, tuple[int, int]],
     function: Callable[..., list[mx.array]],
     *arrays: mx.array,
 ) -> list[Operation]:
     """The operations of a call; the drafter's and target's weights are inputs of the graph."""
-    modules = {"drafter": drafter, "model": drafter.target.model}
+    modules = {"drafter": drafter.network, "model": drafter.target.model}
     flat = tree_flatten({name: m.parameters() for name, m in modules.items()})
     names, found = [name for name, _ in flat], []
 
@@ -216,15 +217,15 @@ def graph(
     return found
 
 
-def sections(drafter: DSpine, costs: dict[str, tuple[int, int]]) -> dict[str, list[Operation]]:
+def sections(drafter: Drafter, costs: dict[str, tuple[int, int]]) -> dict[str, list[Operation]]:
     d, a, K, dtype = 4096, 512, 16, mx.bfloat16
-    record = partial(graph, drafter, costs)
+    network, kernels, record = drafter.network, drafter.kernels, partial(graph, drafter, costs)
 
     def injection(block: mx.array, anchor: mx.array) -> list[mx.array]:
-        return list(drafter.inject(0, block, anchor))
+        return list(network.inject(0, block, anchor, kernels))
 
     def table(u: mx.array, receiver: mx.array, candidates: mx.array) -> list[mx.array]:
-        return [drafter.transition_table(u, receiver, candidates)]
+        return [network.transition_table(u, receiver, candidates, drafter.target, kernels)]
 
     def whole(anchor: mx.array, features: mx.array) -> list[mx.array]:
         proposal = drafter.propose(anchor, features, drafter.make_cache())

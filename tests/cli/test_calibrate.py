@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 import dspine_mlx
 from dspine_mlx.cli import app
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length import costs
 from dspine_mlx.verify_length.calibration import load_calibrations, uncalibrated
@@ -37,7 +37,7 @@ def calibrated(pair: tuple[str, str], prompts: Path, *more: object) -> Result:
     return invoke("calibrate", *names, "--limit", 100, "--temps", "0,1", *more)
 
 
-def generated(pair: tuple[str, str]) -> tuple[str, DFlash]:
+def generated(pair: tuple[str, str]) -> tuple[str, Drafter]:
     """The text of a generation with the pair, and its drafter."""
     model, tokenizer, drafter = dspine_mlx.load(*pair)
     assert drafter is not None

@@ -19,7 +19,7 @@ from dspine_mlx.convert.conversion import convert
 from dspine_mlx.convert.plan import Options
 from dspine_mlx.convert.reference import Head, Round, dflash_round, dspark_round, dspine_round
 from dspine_mlx.convert.verify import Verification, verify
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from tests.support.checkpoints import (
@@ -106,7 +106,7 @@ LAYOUTS = {f"{method}, {name}": (maker, score) for method, makers, score in (
 
 
 def assert_same_round(
-    drafter: DFlash, score: Callable[..., Round], checkpoint: Checkpoint, head: Head, shape: Shape
+    drafter: Drafter, score: Callable[..., Round], checkpoint: Checkpoint, head: Head, shape: Shape
 ) -> None:
     """Candidates are the best base logits, and all scores agree within 1e-5."""
     config, weights = checkpoint
@@ -246,7 +246,7 @@ def test_quantised_folders_hold_what_mlx_quantises(
     assert config["quantization"] | packing == config["quantization"]
     assert config["quantization"].get("transfer_codes", packing)["bits"] == 8
     drafter = load_drafter(tmp_path / "out", tiny_target(WIDE)[0])
-    loaded = dict(tree_flatten(drafter.parameters()))
+    loaded = dict(tree_flatten(drafter.network.parameters()))
     assert all(mx.array_equal(loaded[n], w) for n, w in zip(names, wanted, strict=True))
 
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from dspine_mlx.convert.reference import Config, Head, Tensors, Weights, flat
 from dspine_mlx.convert.reference_dflash2 import convolved_layer, dflash2_round, dflash2_states
 from dspine_mlx.drafters.config import DrafterConfig
-from dspine_mlx.drafters.dflash import DFlash, Proposal
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.dflash2 import BlockConvolution, DFlash2, DFlash2Config, convolve
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.top_k import rank
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.select import select
 from dspine_mlx.target.model import Target
@@ -38,19 +41,18 @@ VARIANTS: dict[str, Config] = {
 
 def build(
     config: Config, weights: Weights, model: nn.Module, dtype: mx.Dtype = mx.float32
-) -> DFlash2:
+) -> Drafter:
     drafter = DFlash2(DFlash2Config.from_dict(config))
     arrays = {
         f"{name}.weight" if name.endswith("codebook") else name: mx.array(value).astype(dtype)
         for name, value in weights.items()
     }
     drafter.load_weights(list(arrays.items()))
-    drafter.bind(Target(model))
-    return drafter
+    return drafter.bind(Target(model))
 
 
 def propose(
-    drafter: DFlash, features: np.ndarray, anchor: int, chunks: tuple[int, ...] = ()
+    drafter: Drafter, features: np.ndarray, anchor: int, chunks: tuple[int, ...] = ()
 ) -> Proposal:
     """The first chunks of features come ahead, the rest together with the anchor."""
     cache = drafter.make_cache()
@@ -62,7 +64,7 @@ def propose(
     return proposal
 
 
-def known_drafter() -> tuple[DFlash2, Head, np.ndarray]:
+def known_drafter() -> tuple[Drafter, Head, np.ndarray]:
     weights, head, features = known()
     model, _ = tiny_target(Shape(H=8, V=20, taps=(0, 1)))
     model.model.embed_tokens.weight = mx.array(head.embedding).astype(mx.float32)
@@ -74,13 +76,15 @@ def test_known_states_and_scores() -> None:
     """Figures that agree with the authors' own MLX code."""
     drafter, _, features = known_drafter()
     cache = drafter.make_cache()
-    h = drafter.backbone(mx.array(KNOWN_ANCHOR), mx.array(features)[None], cache)
+    h = drafter.network.backbone(
+        mx.array(KNOWN_ANCHOR), mx.array(features)[None], cache, drafter.target
+    )
     states = [
         [-2.199242, -1.100585, -0.500553, -0.386042],
         [-1.085749, -1.186387, -0.336576, 2.408018],
         [0.658468, -1.766530, -0.160615, 1.616479],
     ]
-    np.testing.assert_allclose(np.array(drafter.norm(h[0, 1:])[:, :4]), states, atol=1e-5)
+    np.testing.assert_allclose(np.array(h[:, :4]), states, atol=1e-5)
     proposal = propose(drafter, features, KNOWN_ANCHOR)
     assert proposal.candidates.tolist() == [[4, 12, 1], [2, 4, 12], [4, 12, 1]]
     path = [proposal.first, proposal.transitions[0, 1], proposal.transitions[1, 0]]
@@ -255,15 +259,17 @@ def test_slots_see_the_window_of_their_own_position(context: int) -> None:
     features = random_features(shape, context)
 
     def states(rows: np.ndarray) -> np.ndarray:
-        h = drafter.backbone(mx.array(3), mx.array(rows)[None], drafter.make_cache())
-        return np.array(h[0])
+        h = drafter.network.backbone(
+            mx.array(3), mx.array(rows)[None], drafter.make_cache(), drafter.target
+        )
+        return np.array(h)
 
     before = states(features)
     for row in range(context):
         changed = features.copy()
         changed[row] += 1
         moved = np.abs(states(changed) - before).max(axis=-1) > 0
-        assert moved.tolist() == [context + slot - row < 7 for slot in range(shape.B)]
+        assert moved.tolist() == [context + slot - row < 7 for slot in range(1, shape.B)]
 
 
 def test_the_greedy_path_scores_slot_by_slot() -> None:
@@ -298,7 +304,7 @@ def test_rounds_past_the_window_keep_the_order_of_positions(rounds: list[int]) -
     drafter.extend(mx.array(features[:seen])[None], cache)
     for rows in rounds:
         new = features[seen : seen + rows]
-        proposal = drafter.propose(4, mx.array(new)[None], cache)
+        proposal = drafter.propose(4, mx.array(new)[None], cache).ranked()
         seen += rows
         wanted = dflash2_round(weights, config, head, features[:seen], 4)
         assert proposal.candidates.tolist() == wanted.candidates.tolist()
@@ -314,13 +320,14 @@ def test_scores_are_float32_in_half_precision() -> None:
     model.set_dtype(mx.bfloat16)
     drafter = build(config, weights, model, mx.bfloat16)
     features = mx.array(random_features(shape, 9))[None].astype(mx.bfloat16)
-    proposal = drafter.propose(4, features, drafter.make_cache())
+    proposal = drafter.propose(4, features, drafter.make_cache()).ranked()
     assert proposal.first.dtype == proposal.transitions.dtype == mx.float32
     base = proposal.transitions - proposal.transitions.astype(mx.bfloat16).astype(mx.float32)
     assert base.any()  # more digits than bfloat16 has
-    selector = drafter.candidate_selector
-    states = drafter.norm(drafter.backbone(mx.array(4), features, drafter.make_cache())[0, 1:])
-    ids, scores = drafter.candidates(states)
+    assert isinstance(drafter.network, DFlash2)
+    selector, cache = drafter.network.candidate_selector, drafter.make_cache()
+    states = drafter.network.backbone(mx.array(4), features, cache, drafter.target)
+    ids, scores = rank(drafter.target.head(states), drafter.config)
     slots = np.array(selector.hidden_projection(states).astype(mx.float32), np.float64)
     books = [
         np.array(book.weight.astype(mx.float32), np.float64)

@@ -1,5 +1,6 @@
 """Domino against a float64 evaluation in NumPy, known figures, and the walk over its pool."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from dspine_mlx.convert.reference import Config, Head, Tensors, Weights
 from dspine_mlx.convert.reference_domino import corrected, domino_round
 from dspine_mlx.drafters import domino
+from dspine_mlx.drafters.chain import shared_pool
 from dspine_mlx.drafters.domino import Domino, DominoConfig, DominoProposal
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import select
@@ -24,23 +27,23 @@ from tests.support.domino import Sizes, domino_specforge
 KNOWN_ANCHOR = 7
 
 
-def build(config: Config, weights: Weights, model: nn.Module) -> Domino:
+def build(config: Config, weights: Weights, model: nn.Module) -> Drafter:
     drafter = Domino(DominoConfig.from_dict(config))
     arrays = {
         name.removeprefix("logit_head."): mx.array(value).astype(mx.float32)
         for name, value in weights.items()
     }
     drafter.load_weights(list(arrays.items()))
-    drafter.bind(Target(model))
-    return drafter
+    return drafter.bind(Target(model))
 
 
-def propose(drafter: Domino, features: np.ndarray, anchor: int, ahead: int = 0) -> DominoProposal:
+def propose(drafter: Drafter, features: np.ndarray, anchor: int, ahead: int = 0) -> DominoProposal:
     cache = drafter.make_cache()
     rows = mx.array(features)[None]
     if ahead:
         drafter.extend(rows[:, :ahead], cache)
     proposal = drafter.propose(anchor, rows[:, ahead:], cache)
+    assert isinstance(proposal, DominoProposal)
     assert {c.offset for c in cache} == {len(features)}
     return proposal
 
@@ -85,7 +88,8 @@ def test_the_known_head(shift: bool) -> None:
     config, backbone = domino_specforge(shape, Sizes(F=3, E=4), shift)
     drafter = build(config, backbone | weights, model)
     states = mx.array(h[first : first + 3]).astype(mx.float32)
-    proposal = DominoProposal(drafter, states, mx.array(KNOWN_ANCHOR))
+    assert isinstance(drafter.network, Domino)
+    proposal = DominoProposal(drafter.network, states, mx.array(KNOWN_ANCHOR), drafter.target)
     draft = select(proposal)
     assert draft.tokens.tolist() == tokens
     picked = np.array(proposal.scores_on(draft.tokens))[np.arange(3), tokens]
@@ -94,7 +98,7 @@ def test_the_known_head(shift: bool) -> None:
         assert mx.argmax(proposal.base[slot]).item() == token
     final = proposal.start(1)
     for slot in range(3):
-        final = proposal.follow(slot, final, draft.tokens[slot : slot + 1])
+        final = proposal.follow(final, draft.tokens[slot : slot + 1])
     np.testing.assert_allclose(np.array(final[0]), state, atol=2e-6)
     chain = corrected(
         Tensors(weights), {"pure_draft_prefix_len": 1}, head, h[first : first + 3], KNOWN_ANCHOR
@@ -169,7 +173,7 @@ def test_any_sizes_equal_numpy(shape: Shape, sizes: Sizes, shift: bool, prefix: 
 
 
 def small(pool: int, monkeypatch: pytest.MonkeyPatch) -> tuple[DominoProposal, Any]:
-    monkeypatch.setattr(domino, "POOL", pool)
+    monkeypatch.setattr(domino, "shared_pool", partial(shared_pool, size=pool))
     shape = Shape()
     config, weights = domino_specforge(shape)
     model, head = tiny_target(shape)
@@ -181,7 +185,7 @@ def small(pool: int, monkeypatch: pytest.MonkeyPatch) -> tuple[DominoProposal, A
 def test_a_pool_leaves_scores_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slot's best base token is in the pool, which has no token twice."""
     proposal, chain = small(20, monkeypatch)
-    pool = proposal.pool.tolist()
+    pool = proposal.tokens.tolist()
     assert len(set(pool)) == 20
     assert set(chain.base.argmax(axis=1).tolist()) <= set(pool)
     tokens = select(proposal).tokens.tolist()
@@ -204,7 +208,7 @@ def test_sampled_tokens_follow_the_stated_distribution(
     """q is what float64 says of the very path that was drawn; over many draws the first token's
     frequencies are q's, and the second's are those after the first."""
     proposal, _ = small(12, monkeypatch)
-    pool, mixed = proposal.pool.tolist(), np.zeros(12)
+    pool, mixed = proposal.tokens.tolist(), np.zeros(12)
     counts, pairs = np.zeros(12), np.zeros(12)
     rounds, slot = 1500, 1
     for _ in range(rounds):
@@ -237,7 +241,7 @@ def test_evidence_is_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(draft.evidence.log_odds(), wanted, rtol=1e-3)
         assert draft.greedy_path.tokens.tolist() == greedy.tokens.tolist()
         scores = proposal.scores_on(
-            mx.array([proposal.pool.tolist().index(t) for t in greedy.tokens.tolist()])
+            mx.array([proposal.tokens.tolist().index(t) for t in greedy.tokens.tolist()])
         )
         probs = np.array(mx.softmax(scores / 0.7, axis=-1), np.float64)
         wanted = np.log(probs.max(axis=1)) - np.log(probs.sum(axis=1) - probs.max(axis=1))

@@ -14,8 +14,10 @@ from dspine_mlx.checkpoints import layouts
 from dspine_mlx.checkpoints.open import parameters
 from dspine_mlx.convert.reference import Head, Round, dflash_round, dspine_round
 from dspine_mlx.drafters.config import DrafterConfig, DSpineConfig
-from dspine_mlx.drafters.dflash import DFlash, Proposal
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.target.model import Target
 from tests.support.checkpoints import (
     Checkpoint,
@@ -30,20 +32,20 @@ from tests.support.tiny import tiny_dflash, tiny_dspine
 from tests.support.tiny import tiny_target as qwen3_target
 
 
-def build(checkpoint: Checkpoint, shape: Shape) -> tuple[DFlash, Head]:
+def build(checkpoint: Checkpoint, shape: Shape) -> tuple[Drafter, Head]:
     config, weights = checkpoint
     model, head = tiny_target(shape)
-    drafter: DFlash
+    network: DFlash
     if "dspine_config" in config:
-        drafter, layout = DSpine(DSpineConfig.from_dict(config)), layouts.DSPINE_SPECFORGE
+        network, layout = DSpine(DSpineConfig.from_dict(config)), layouts.DSPINE_SPECFORGE
     else:
-        drafter, layout = DFlash(DrafterConfig.from_dict(config)), layouts.DFLASH
+        network, layout = DFlash(DrafterConfig.from_dict(config)), layouts.DFLASH
     arrays = parameters(layout, {name: mx.array(value) for name, value in weights.items()})
-    drafter.load_weights(list(arrays.items()))
-    return drafter.bind(Target(model)), head
+    network.load_weights(list(arrays.items()))
+    return network.bind(Target(model)), head
 
 
-def propose(drafter: DFlash, features: np.ndarray, anchor: int, chunks: list[int]) -> Proposal:
+def propose(drafter: Drafter, features: np.ndarray, anchor: int, chunks: list[int]) -> Proposal:
     """Feed the context in chunks, the last one together with the anchor."""
     cache = drafter.make_cache()
     parts = np.split(features, np.cumsum(chunks)[:-1])
@@ -86,10 +88,10 @@ def test_a_reduced_vocabulary_leaves_out_the_other_tokens_alone(
         method, config_class = layouts.METHODS["dspine" if "dspine_config" in config else "dflash"]
         layout = layouts.DSPINE_SPECFORGE if method is DSpine else layouts.DFLASH
         nested = {"dspine_config": config.get("dspine_config", {}) | extra}
-        drafter = method(config_class.from_dict(config | nested | extra))
+        network = method(config_class.from_dict(config | nested | extra))
         arrays = parameters(layout, {n: mx.array(v) for n, v in (weights | own).items()})
-        drafter.load_weights(list(arrays.items()))
-        drafter.bind(Target(model))
+        network.load_weights(list(arrays.items()))
+        drafter = network.bind(Target(model))
         features = random_features(shape, 6)
         proposals.append(propose(drafter, features, 3, [6]))
     whole, part = proposals
@@ -202,31 +204,32 @@ def test_dspine_variants_equal_numpy(variant: str) -> None:
 def test_table_is_serial_last_write_refinement() -> None:
     """One slot and one predecessor at a time, through the module's own layers."""
     drafter = tiny_dspine(qwen3_target())
-    features = mx.random.normal((1, 6, 64))
-    proposal = drafter.propose(4, features, drafter.make_cache())
-    _, u, receiver = drafter.injected_backbone(mx.array(4), features, drafter.make_cache())
+    network, features = drafter.network, mx.random.normal((1, 6, 64))
+    proposal = drafter.propose(4, features, drafter.make_cache()).ranked()
+    cache = drafter.make_cache()
+    _, u, receiver = network.injected_backbone(mx.array(4), features, cache, drafter.target)
     M, K = proposal.candidates.shape
     for t in range(1, M):
         for i in range(K):
-            code = drafter.injection.from_codes(
-                drafter.transfer_codes(proposal.candidates[t - 1, i])
+            code = network.injection.from_codes(
+                network.transfer_codes(proposal.candidates[t - 1, i])
             )
             gate = mx.sigmoid(receiver[t] + code[: receiver.shape[1]])
-            write = drafter.injection.writes[-1](gate * code[receiver.shape[1] :])
+            write = network.injection.writes[-1](gate * code[receiver.shape[1] :])
             h = u[t] + mx.sqrt((u[t] ** 2).mean()) * write
-            logits = drafter.target.head(drafter.norm(h))[proposal.candidates[t]]
+            logits = drafter.target.head(network.norm(h))[proposal.candidates[t]]
             assert mx.allclose(logits, proposal.transitions[t - 1, i], rtol=1e-5, atol=1e-4)
 
 
 def test_zero_writes_make_dspine_a_causal_dflash() -> None:
     model = qwen3_target()
     spine, flash = tiny_dspine(model), tiny_dflash(model, is_causal=True)
-    shared = dict(tree_flatten(flash.parameters()))
-    spine.load_weights(list(shared.items()), strict=False)
-    for write in spine.injection.writes:
+    shared = dict(tree_flatten(flash.network.parameters()))
+    spine.network.load_weights(list(shared.items()), strict=False)
+    for write in spine.network.injection.writes:
         write.weight = mx.zeros_like(write.weight)
     features = mx.random.normal((1, 6, 64))
-    a = spine.propose(4, features, spine.make_cache())
+    a = spine.propose(4, features, spine.make_cache()).ranked()
     b = flash.propose(4, features, flash.make_cache()).ranked()
     assert mx.array_equal(a.candidates, b.candidates)
     assert mx.allclose(a.first, b.first, rtol=1e-5)
@@ -238,8 +241,8 @@ def test_no_later_slot_changes_an_earlier_one() -> None:
     model = qwen3_target()
     features = mx.random.normal((1, 6, 64))
     long, short = tiny_dspine(model, block_size=9), tiny_dspine(model, block_size=4)
-    a = long.propose(4, features, long.make_cache())
-    b = short.propose(4, features, short.make_cache())
+    a = long.propose(4, features, long.make_cache()).ranked()
+    b = short.propose(4, features, short.make_cache()).ranked()
     assert mx.array_equal(a.candidates[:3], b.candidates)
     assert mx.allclose(a.transitions[:2], b.transitions, rtol=1e-5, atol=1e-5)
     bidirectional = [tiny_dflash(model, block_size=n) for n in (9, 4)]
@@ -252,11 +255,11 @@ def test_half_precision_stays_close(dtype: mx.Dtype) -> None:
     model = qwen3_target()
     drafter = tiny_dspine(model)
     features = mx.random.normal((1, 6, 64))
-    exact = drafter.propose(4, features, drafter.make_cache())
+    exact = drafter.propose(4, features, drafter.make_cache()).ranked()
     model.set_dtype(dtype)
     drafter.set_dtype(dtype)
-    drafter.bind(Target(model))
-    half = drafter.propose(4, features.astype(dtype), drafter.make_cache())
+    drafter = drafter.network.bind(Target(model))
+    half = drafter.propose(4, features.astype(dtype), drafter.make_cache()).ranked()
     assert half.first.dtype == half.transitions.dtype == mx.float32
     scale = mx.abs(exact.transitions).max()
     same = exact.candidates == half.candidates

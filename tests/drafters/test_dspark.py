@@ -11,8 +11,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from dspine_mlx.drafters.config import DSparkConfig
-from dspine_mlx.drafters.dflash import Proposal
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspark import DSpark
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from dspine_mlx.round.select import select
@@ -188,7 +189,7 @@ def as_float64(weights: dict[str, mx.array]) -> Arrays:
     return {name: np.array(value).astype(np.float64) for name, value in weights.items()}
 
 
-def proposal_of(drafter: DSpark, features: np.ndarray, anchor: int) -> Proposal:
+def proposal_of(drafter: Drafter, features: np.ndarray, anchor: int) -> Proposal:
     """A proposal after the features came in two pieces, the first ahead of the block."""
     cache = drafter.make_cache()
     rows = mx.array(features.astype(np.float32))[None]
@@ -207,7 +208,7 @@ def test_table_and_confidence(
     weights = tensors(kind, with_markov)
     changes = {"markov_head_type": kind, "confidence_head_with_markov": with_markov}
     drafter = load_drafter(write(tmp_path / "d", weights, **changes), model)
-    assert isinstance(drafter, DSpark)
+    assert isinstance(drafter.network, DSpark)
     assert drafter.config.num_proposals == B
     proposal = proposal_of(drafter, FEATURES, anchor=11)
     assert proposal.confidence is not None
@@ -252,7 +253,7 @@ def test_own_embedding_and_head(model: qwen3.Model, tmp_path: Path) -> None:
     base = reference_states(w, w["embed_tokens.weight"], 3, FEATURES) @ w["lm_head.weight"].T
     ids = np.array(proposal_of(drafter, FEATURES, 3).candidates)
     np.testing.assert_array_equal(ids, np.argsort(-base, axis=-1)[:, :K])
-    assert "embed_tokens.weight" in dict(tree_flatten(drafter.parameters()))
+    assert "embed_tokens.weight" in dict(tree_flatten(drafter.network.parameters()))
 
 
 def test_ends_equal_to_the_targets_are_shared(model: qwen3.Model, tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_ends_equal_to_the_targets_are_shared(model: qwen3.Model, tmp_path: Path
     for name in ("embed_tokens", "lm_head"):
         weights[f"{name}.weight"] = model.model.embed_tokens.weight
     drafter = load_drafter(write(tmp_path / "same", weights), model)
-    names = dict(tree_flatten(drafter.parameters()))
+    names = dict(tree_flatten(drafter.network.parameters()))
     assert not {"embed_tokens.weight", "lm_head.weight"} & names.keys()
     own = proposal_of(drafter, FEATURES, 3)
     assert mx.array_equal(own.transitions, shared.transitions)
@@ -319,7 +320,8 @@ def test_without_heads(model: qwen3.Model, tmp_path: Path) -> None:
     changes = {"markov_rank": 0, "enable_confidence_head": False}
     weights = {k: v for k, v in tensors().items() if "head" not in k}
     drafter = load_drafter(write(tmp_path / "d", weights, **changes), model)
-    assert isinstance(drafter, DSpark)  # named by its architecture: anchor first, B proposals
+    # named by its architecture: anchor first, B proposals
+    assert isinstance(drafter.network, DSpark)
     proposal = proposal_of(drafter, FEATURES, 5)
     assert proposal.confidence is None
     assert mx.array_equal(proposal.transitions[0, 0], proposal.transitions[0, K - 1])
@@ -357,10 +359,10 @@ def test_a_wrong_head_type_is_named(model: qwen3.Model, tmp_path: Path) -> None:
 def test_bind_leaves_the_target_alone(model: qwen3.Model, tmp_path: Path) -> None:
     target = Target(model)
     weights = tensors() | {"lm_head.weight": mx.ones((V, D))}
-    drafter = DSpark(DSparkConfig.from_dict(CONFIG))
-    drafter.add_ends(weights)
-    drafter.load_weights(list(weights.items()))
-    drafter.bind(target)
+    network = DSpark(DSparkConfig.from_dict(CONFIG))
+    network.add_ends(weights)
+    network.load_weights(list(weights.items()))
+    drafter = network.bind(target)
     states = mx.ones((1, D))
     assert mx.allclose(drafter.target.head(states), mx.full((1, V), D))
     assert mx.array_equal(target.head(states), model.model.embed_tokens.as_linear(states))

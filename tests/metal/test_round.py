@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
 from dspine_mlx.drafters.config import DSparkConfig, DSpineConfig
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspark import DSpark
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.load import DEMO
@@ -38,7 +38,7 @@ def demo() -> tuple[nn.Module, TokenizerWrapper]:
     return model, tokenizer
 
 
-def random_drafter(model: nn.Module, kernels: Kernels, **changes: Any) -> DSpine:
+def random_drafter(model: nn.Module, kernels: Kernels, **changes: Any) -> Drafter:
     """A DSpine drafter for the demo target, with codes of unit length."""
     target = Target(model)
     config = {
@@ -55,13 +55,12 @@ def random_drafter(model: nn.Module, kernels: Kernels, **changes: Any) -> DSpine
         "transfer_rank": 64,
         "message_size": 32,
     } | changes
-    drafter = randomise(DSpine(DSpineConfig.from_dict(config)), 7, 0.1)
-    codes = drafter.transfer_codes
+    network = randomise(DSpine(DSpineConfig.from_dict(config)), 7, 0.1)
+    codes = network.transfer_codes
     codes.weight = codes.weight / mx.linalg.norm(codes.weight, axis=-1, keepdims=True)
-    drafter.set_dtype(target.dtype)
-    mx.eval(drafter.parameters())
-    drafter.bind(target, kernels)
-    return drafter
+    network.set_dtype(target.dtype)
+    mx.eval(network.parameters())
+    return network.bind(target, kernels)
 
 
 def active(cls: type[Kernels] = Kernels) -> Kernels:
@@ -100,10 +99,10 @@ def test_proposals_are_those_of_the_plain_path() -> None:
     plain, fused = random_drafter(model, Kernels("off")), random_drafter(model, active())
     caches = plain.make_cache(), fused.make_cache()
     for n in (5, 3, 0):
-        features = mx.random.normal((1, n, plain.feature_size)) * 3
-        one = plain.propose(11, features, caches[0])
+        features = mx.random.normal((1, n, plain.network.feature_size)) * 3
+        one = plain.propose(11, features, caches[0]).ranked()
         with emulated():
-            two = fused.propose(11, features, caches[1])
+            two = fused.propose(11, features, caches[1]).ranked()
         assert two.candidates.tolist() == one.candidates.tolist()
         np.testing.assert_allclose(np.array(two.first), np.array(one.first), atol=1e-4)
         np.testing.assert_allclose(np.array(two.transitions), np.array(one.transitions), atol=1e-4)
@@ -118,7 +117,7 @@ PROBLEMS = (
 
 
 def answers(
-    model: nn.Module, tokenizer: TokenizerWrapper, drafter: DFlash
+    model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter
 ) -> tuple[list[int], int, int]:
     """Tokens, rounds and accepted tokens of all problems."""
     tokens, rounds, accepted = [], 0, 0
@@ -141,7 +140,7 @@ def test_text_is_the_same_with_and_without_kernels() -> None:
     model, tokenizer, plain = dspine_mlx.load(kernels="off")
     assert plain is not None
     fused = dspine_mlx.load_drafter(DEMO / "drafter", model, kernels="off")
-    fused.bind(fused.target, active())
+    fused = fused.network.bind(fused.target, active())
     wanted, rounds, accepted = answers(model, tokenizer, plain)
     with emulated() as launched:
         got, fused_rounds, fused_accepted = answers(model, tokenizer, fused)
@@ -186,7 +185,8 @@ def test_injection_takes_five_launches_a_layer(
     drafter = random_drafter(demo[0], active(Trusting))
     dtype, size = drafter.target.dtype, drafter.config.hidden_size
     block, anchor = mx.zeros((16, size), dtype), mx.zeros((64,), dtype)
-    found = launches(monkeypatch, lambda b, a: list(drafter.inject(0, b, a)), block, anchor)
+    inject = partial(drafter.network.inject, kernels=drafter.kernels)
+    found = launches(monkeypatch, lambda b, a: list(inject(0, b, a)), block, anchor)
     assert found == {"Matmul": 3, "CustomKernel": 2}
 
 
@@ -199,7 +199,9 @@ def test_table_and_walk_take_at_most_five_launches(
     def table_and_walk(
         u: mx.array, receiver: mx.array, candidates: mx.array, first: mx.array
     ) -> list[mx.array]:
-        table = drafter.transition_table(u, receiver, candidates)
+        table = drafter.network.transition_table(
+            u, receiver, candidates, drafter.target, drafter.kernels
+        )
         no_noise = mx.broadcast_to(mx.array(0.0), (15, K))
         return list(walk(first, table, no_noise, 1.0, drafter.kernels))
 
@@ -217,9 +219,9 @@ def test_table_and_walk_take_at_most_five_launches(
 def test_codes_are_folded_with_their_gates_for_kernels_only(demo: tuple[nn.Module, Any]) -> None:
     plain, fused = random_drafter(demo[0], Kernels("off")), random_drafter(demo[0], active())
     tokens = mx.array([[0, 5], [2047, 9]])
-    assert "transfer_codes" in plain
-    assert "transfer_codes" not in fused
-    one, two = (d.code_rows(tokens).take() for d in (plain, fused))
+    assert "transfer_codes" in plain.network
+    assert "transfer_codes" not in fused.network
+    one, two = (d.network.code_rows(tokens).take() for d in (plain, fused))
     np.testing.assert_allclose(np.array(one), np.array(two), atol=2e-3)
 
 
@@ -228,14 +230,13 @@ def test_a_vanilla_markov_table_takes_one_launch(
     monkeypatch: pytest.MonkeyPatch, kind: str, launched: int | None
 ) -> None:
     config = drafter_config(markov_rank=16, markov_head_type=kind, first_slot=0)
-    drafter = DSpark(DSparkConfig.from_dict(config))
-    drafter.kernels = active(Trusting)
-    mx.eval(drafter.parameters())
-    M, K, d = 8, 4, drafter.config.hidden_size
+    network, kernels = DSpark(DSparkConfig.from_dict(config)), active(Trusting)
+    mx.eval(network.parameters())
+    M, K, d = 8, 4, network.config.hidden_size
     tokens = mx.zeros((M, K), mx.uint32)
 
     def table(base: mx.array, before: mx.array, ids: mx.array, states: mx.array) -> list[mx.array]:
-        return [drafter.markov_table(base, before, ids, states)]
+        return [network.markov_table(base, before, ids, states, kernels)]
 
     found = launches(monkeypatch, table, mx.zeros((M, K)), tokens, tokens, mx.zeros((M, d)))
     assert found["CustomKernel"] == (launched or 0)

@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from tests.support.tiny import (
     SCRIPTS,
     Step,
@@ -29,7 +29,7 @@ def steps(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
-    drafter: DFlash,
+    drafter: Drafter,
     **options: Any,
 ) -> list[Step]:
     responses = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
@@ -219,7 +219,7 @@ def test_second_turn_from_the_cache(
     generator.close()
     assert tokens == [token for token, _ in first[:taken]]
     assert {c.offset for c in cache} == {len(prompt) + taken}
-    object.__setattr__(drafter, "text", text_of(conversation, second))
+    drafter.text = text_of(conversation, second)
     ours = steps(model, tokenizer, more, drafter, **options | {"max_tokens": 15})
     assert same_steps(ours, second)
     assert {c.offset for c in cache} == {len(conversation) + 15}

@@ -15,8 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scipy import stats
 
 import dspine_mlx
-from dspine_mlx.drafters.dflash import Proposal
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from dspine_mlx.round.text import OWNERS, DraftContext
@@ -38,7 +37,7 @@ def test_a_thread_of_its_own(model: nn.Module, tokenizer: TokenizerWrapper) -> N
     prompt = random_prompt(7)
     plain = plain_steps(model, tokenizer, prompt, max_tokens=12)
     drafter = tiny_dspine(model)
-    mx.eval(drafter.parameters())
+    mx.eval(drafter.network.parameters())
     steps: list[Any] = []
 
     def work() -> None:
@@ -85,7 +84,7 @@ def test_targets_in_every_packing(
     target = tiny_target()
     nn.quantize(target, mode=mode, **({"group_size": 32, "bits": 4} if mode == "affine" else {}))
     drafter = load_drafter(folder, target)
-    assert drafter.norm.weight.dtype == target.model.embed_tokens(mx.array([0])).dtype
+    assert drafter.network.norm.weight.dtype == target.model.embed_tokens(mx.array([0])).dtype
     prompt = random_prompt(6)
     plain = plain_steps(target, tokenizer, prompt, max_tokens=8)
     responses = dspine_mlx.stream_generate(
@@ -106,7 +105,7 @@ def test_a_second_text_ends_an_unfinished_one(
     options: dict[str, Any] = {"prompt_cache": cache, "max_tokens": 20, "verify_length": 7}
     suspended = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
     assert [next(suspended).token for _ in range(3)] == first[:3]
-    object.__setattr__(drafter, "text", conversation + [token for token, _ in second])
+    drafter.text = conversation + [token for token, _ in second]
     options["max_tokens"] = 10
     ours = dspine_mlx.stream_generate(model, tokenizer, more, drafter, **options)
     assert same_steps([(r.token, r.logprobs) for r in ours], second)
@@ -117,12 +116,12 @@ def test_a_second_text_ends_an_unfinished_one(
     assert {c.offset for c in cache} == {len(conversation) + 10}
 
 
-class Failing(DSpine):
+class Failing(Drafter):
     """A drafter whose nth proposal is interrupted half-way through its layers."""
 
     left = 3
 
-    def propose(self, anchor: Any, features: mx.array, cache: list[Any]) -> Proposal:
+    def propose(self, anchor: Any, features: mx.array, cache: list[Any]) -> Any:
         self.left -= 1
         if self.left == 0:
             super().propose(anchor, features, cache[:1] + self.make_cache()[1:])
@@ -133,8 +132,8 @@ class Failing(DSpine):
 def test_an_interrupted_proposal_leaves_all_caches_equal(
     model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
-    drafter, cache, prompt = tiny_dspine(model), make_prompt_cache(model), random_prompt(12)
-    drafter.__class__ = Failing
+    bound, cache, prompt = tiny_dspine(model), make_prompt_cache(model), random_prompt(12)
+    drafter = Failing(bound.network, bound.target, bound.verifier)
     seen: list[int] = []
     responses = dspine_mlx.stream_generate(
         model, tokenizer, prompt, drafter, max_tokens=30, prompt_cache=cache, verify_length=5

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -5,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dspine_mlx.drafters.dflash import Proposal, SlotwiseProposal, top_k
+from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.top_k import top_k
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Evidence, log_odds, select
@@ -83,7 +86,7 @@ def test_slots_on_their_own_need_no_walk(cap: float | None, top_k: int) -> None:
     assert isinstance(own, SlotwiseProposal)
     stops = frozenset(own.greedy_tokens().tolist()[3:4])
     for confidence in (None, mx.linspace(0.2, 0.8, 7)):
-        own.confidence = confidence
+        own = replace(own, confidence=confidence)
         short, walked = select(own, stops=stops), select(own.ranked(), stops=stops)
         assert short.tokens.tolist() == walked.tokens.tolist()
         assert short.evidence is not None
@@ -100,7 +103,7 @@ def test_the_law_of_slots_on_their_own_is_that_of_their_candidates(V: int, K: in
     logits = mx.random.normal((3, V), key=mx.random.key(2))
     best = -np.sort(-np.array(logits, np.float64), axis=-1)[:, :K]
     wanted = np.exp(best) / np.exp(best).sum(axis=-1, keepdims=True)
-    found = -np.sort(-np.array(SlotwiseProposal(drafter, logits).probs()), axis=-1)
+    found = -np.sort(-np.array(SlotwiseProposal(drafter.config, logits).probs()), axis=-1)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 

@@ -12,8 +12,9 @@ from mlx.utils import tree_map
 
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.target.model import Target
-from tests.support.tiny import MASK, SCRIPTS, VOCABULARY, Scripted
+from tests.support.tiny import MASK, VOCABULARY, Scripted
 
 WINDOW = 24
 SIZES: dict[str, Any] = {
@@ -254,7 +255,7 @@ def drafter_config(model: nn.Module, **changes: Any) -> DrafterConfig:
     return DrafterConfig(**config | changes)
 
 
-def random_drafter(model: nn.Module, **changes: Any) -> DFlash:
+def random_drafter(model: nn.Module, **changes: Any) -> Drafter:
     """A DFlash drafter that fits the model and knows nothing: nearly all it says is refused."""
     mx.random.seed(1)
     return DFlash(drafter_config(model, **changes)).bind(Target(model))
@@ -263,4 +264,4 @@ def random_drafter(model: nn.Module, **changes: Any) -> DFlash:
 def scripted_drafter(model: nn.Module, text: list[int], script: str, **changes: Any) -> Scripted:
     """A drafter that knows the text, and spoils it as one of SCRIPTS says."""
     mx.random.seed(1)
-    return Scripted(drafter_config(model, **changes), text, SCRIPTS[script]).bind(Target(model))
+    return Scripted.of(DFlash(drafter_config(model, **changes)), model, text, script)

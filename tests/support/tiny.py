@@ -1,6 +1,7 @@
 """Tiny models with random weights, scripted drafters, and what tests compare with."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +12,10 @@ from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.drafters.config import DrafterConfig, DSpineConfig
-from dspine_mlx.drafters.dflash import DFlash, Proposal
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.target.model import Target
 
 VOCABULARY, HIDDEN, LAYERS, MASK = 2048, 32, 4, 3
@@ -67,28 +70,36 @@ def drafter_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def tiny_dflash(model: nn.Module, seed: int = 1, **changes: Any) -> DFlash:
+def tiny_dflash(model: nn.Module, seed: int = 1, **changes: Any) -> Drafter:
     config = DrafterConfig.from_dict(drafter_config(**changes))
     return randomise(DFlash(config), seed).bind(Target(model))
 
 
-def tiny_dspine(model: nn.Module, seed: int = 1, **changes: Any) -> DSpine:
+def tiny_dspine(model: nn.Module, seed: int = 1, **changes: Any) -> Drafter:
     config = drafter_config(transfer_rank=16, message_size=8) | changes
     drafter = randomise(DSpine(DSpineConfig.from_dict(config)), seed).bind(Target(model))
-    codes = drafter.transfer_codes
+    codes = drafter.network.transfer_codes
     codes.weight = codes.weight / mx.linalg.norm(codes.weight, axis=-1, keepdims=True)
     return drafter
 
 
-class Scripted(DFlash):
+Script = Callable[[int, list[int]], list[int]]
+
+
+@dataclass(eq=False)
+class Scripted(Drafter):
     """A drafter that knows the text: script(position, right) -> the tokens to propose, where right
     are the next M tokens of the text. It fails if the anchor is not where its cache says."""
 
-    def __init__(self, config: DrafterConfig, text: list[int], script: Callable[..., list[int]]):
-        super().__init__(config)
-        self.rounds = 0
-        object.__setattr__(self, "text", text)
-        object.__setattr__(self, "script", script)
+    text: list[int] = field(default_factory=list)
+    script: Script = lambda position, right: right
+    rounds: int = 0
+
+    @classmethod
+    def of(cls, network: DFlash, model: nn.Module, text: list[int], name: str) -> "Scripted":
+        """One that keeps the network's caches, and drafts by one of SCRIPTS."""
+        target = Target(model)
+        return cls(network, target, target, text=text, script=SCRIPTS[name])
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[Any]) -> Proposal:
         if features.shape[1]:
@@ -105,7 +116,7 @@ class Scripted(DFlash):
         return Proposal(candidates, falling, mx.broadcast_to(falling, (M - 1, K, K)))
 
 
-SCRIPTS: dict[str, Callable[[int, list[int]], list[int]]] = {
+SCRIPTS: dict[str, Script] = {
     "right": lambda position, right: right,
     "wrong": lambda position, right: [(token + 1) % VOCABULARY for token in right],
     "right but the last": lambda position, right: [*right[:-1], (right[-1] + 1) % VOCABULARY],
@@ -118,7 +129,7 @@ SCRIPTS: dict[str, Callable[[int, list[int]], list[int]]] = {
 
 def scripted(model: nn.Module, text: list[int], name: str, **changes: Any) -> Scripted:
     config = DrafterConfig.from_dict(drafter_config(num_hidden_layers=1, **changes))
-    return randomise(Scripted(config, text, SCRIPTS[name]), 5).bind(Target(model))
+    return Scripted.of(randomise(DFlash(config), 5), model, text, name)
 
 
 def plain_steps(

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.prompt_cache import PromptCaches
 from dspine_mlx.target.rollback import leaves
@@ -41,7 +41,7 @@ def drafted(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
-    drafter: DFlash,
+    drafter: Drafter,
     **options: Any,
 ) -> list[int]:
     """Tokens of rounds with whole blocks, whether they pay or not."""
@@ -60,7 +60,7 @@ def test_greedy_text_is_mlx_lms(tokenizer: TokenizerWrapper, family: str, bits: 
     plain = plain_tokens(model, tokenizer, prompt, max_tokens=20)
     scripts = list(SCRIPTS)
     script = scripts[(list(FAMILIES).index(family) + (bits or 0)) % len(scripts)]
-    drafters: list[DFlash] = [scripted_drafter(model, prompt + plain, script, block_size=16)]
+    drafters: list[Drafter] = [scripted_drafter(model, prompt + plain, script, block_size=16)]
     if bits is None and family in HYBRIDS:
         drafters.append(random_drafter(model, block_size=4))
     for drafter in drafters:
@@ -84,7 +84,7 @@ def test_second_turn_after_an_early_close(
     generator = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
     assert [next(generator).token for _ in range(taken)] == first[:taken]
     generator.close()
-    object.__setattr__(drafter, "text", conversation + second)
+    drafter.text = conversation + second
     assert drafted(model, tokenizer, more, drafter, **options) == second
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from dspine_mlx.checkpoints.layouts import METHODS
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import Batch, forward
@@ -34,7 +34,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def fresh(method: str, changes: dict[str, Any], shape: Shape) -> DFlash:
+def fresh(method: str, changes: dict[str, Any], shape: Shape) -> Drafter:
     drafter_class, config_class = METHODS[method]
     fields = {
         "hidden_size": shape.H,
@@ -54,19 +54,21 @@ def fresh(method: str, changes: dict[str, Any], shape: Shape) -> DFlash:
     )
 
 
-def build(method: str, changes: dict[str, Any]) -> DFlash:
+def build(method: str, changes: dict[str, Any]) -> Drafter:
     """With all parameters drawn, so that nothing is masked by a zero or a one."""
-    return randomise(fresh(method, changes, SHAPE), 1, 0.4)
+    drafter = fresh(method, changes, SHAPE)
+    randomise(drafter.network, 1, 0.4)
+    return drafter
 
 
-def one_block(drafter: DFlash, batch: Batch, s: int, a: int) -> mx.array:
+def one_block(drafter: Drafter, batch: Batch, s: int, a: int) -> mx.array:
     """The normalised states [M, d] of one block, by the drafter's own forward."""
     anchor = batch.anchors[s, a].item()
     token, features = batch.tokens[s, anchor], batch.features[s : s + 1, :anchor]
-    if isinstance(drafter, DSpine):
-        return drafter.injected_backbone(token, features, drafter.make_cache())[0]
-    h = drafter.backbone(token, features, drafter.make_cache())
-    return drafter.norm(h[0, drafter.config.first_slot :])
+    network, cache = drafter.network, drafter.make_cache()
+    if isinstance(network, DSpine):
+        return network.injected_backbone(token, features, cache, drafter.target)[0]
+    return network.backbone(token, features, cache, drafter.target)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -136,7 +138,7 @@ def test_without_injection_dspine_is_a_causal_dflash() -> None:
     drafter = build("dspine", {"transfer_rank": 12, "message_size": 6})
     batch = random_batch(SHAPE, drafter.config.num_proposals)
     states = forward(drafter, batch, LossConfig(injection=False))
-    for write in drafter.injection.writes:
+    for write in drafter.network.injection.writes:
         write.weight = mx.zeros_like(write.weight)
     zero = forward(drafter, batch, PLAIN)
     assert mx.allclose(states.base, zero.base, atol=1e-6).item()

@@ -16,7 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.config import LOSSES, LossConfig, TrainConfig
@@ -41,13 +41,13 @@ def sequences(count: int = 8, length: int = 24) -> list[Sequence]:
 
 def make(config: TrainConfig = CONFIG, loss: LossConfig = LOSSES["dspine"]) -> Trainer:
     drafter = tiny_dspine(tiny_target())
-    drafter.transfer_codes.freeze()
+    drafter.network.transfer_codes.freeze()
     source = Source(sequences(), observe(drafter.target, drafter.config.target_layer_ids))
     return Trainer(drafter, source, config, loss)
 
 
 def tensors(trainer: Trainer) -> dict[str, mx.array]:
-    state = dict(tree_flatten(trainer.drafter.parameters()))
+    state = dict(tree_flatten(trainer.drafter.network.parameters()))
     return state | {f"optimizer.{n}": v for n, v in tree_flatten(trainer.optimizer.state)}
 
 
@@ -80,7 +80,8 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     first = make(config)
     run(first, tmp_path / "parts", stop=lambda: first.step == 4)
     second = make(config)
-    second.drafter.update({"fc": {"weight": mx.zeros_like(second.drafter.fc.weight)}})
+    network = second.drafter.network
+    network.update({"fc": {"weight": mx.zeros_like(network.fc.weight)}})
     second.restore(tmp_path / "parts")
     assert second.step == 4
     assert run(second, tmp_path / "parts") == log
@@ -174,12 +175,12 @@ def test_early_stop_after_patience(tmp_path: Path) -> None:
 def test_the_target_is_frozen() -> None:
     trainer = make()
     before = [mx.array(v) for _, v in tree_flatten(trainer.drafter.target.model.parameters())]
-    codes = mx.array(trainer.drafter.transfer_codes.weight)
+    codes = mx.array(trainer.drafter.network.transfer_codes.weight)
     for _ in range(2):
         trainer.train_step()
     after = [v for _, v in tree_flatten(trainer.drafter.target.model.parameters())]
     assert all(mx.array_equal(a, b).item() for a, b in zip(before, after, strict=True))
-    assert mx.array_equal(codes, trainer.drafter.transfer_codes.weight).item()
+    assert mx.array_equal(codes, trainer.drafter.network.transfer_codes.weight).item()
 
 
 def test_a_quantised_target_trains_like_its_dequantised_self() -> None:
@@ -195,7 +196,7 @@ def test_a_quantised_target_trains_like_its_dequantised_self() -> None:
     records = []
     for model in (packed, plain):
         drafter = tiny_dspine(model)
-        start_dspine(drafter, drafter.target)
+        start_dspine(drafter.network, drafter.target)
         source = Source(sequences(), observe(drafter.target, drafter.config.target_layer_ids))
         trainer = Trainer(drafter, source, CONFIG, LOSSES["dspine"])
         records.append([trainer.train_step() for _ in range(2)])
@@ -225,24 +226,24 @@ def test_the_cache_gives_the_features_of_the_target(tmp_path: Path) -> None:
 def test_start_copies_what_fits_and_opens_no_message() -> None:
     model = tiny_target()
     drafter = tiny_dspine(model, intermediate_size=64)
-    start_dspine(drafter, drafter.target)
-    copied = start_layers(drafter, drafter.target, (1, 3))
+    start_dspine(drafter.network, drafter.target)
+    copied = start_layers(drafter.network, drafter.target, (1, 3))
     assert len(copied) == 2 * 11 + 1
     source = model.layers[3].self_attn.q_proj.weight
-    assert mx.array_equal(drafter.layers[1].self_attn.q_proj.weight, source).item()
-    assert not any(write.weight.any().item() for write in drafter.injection.writes)
-    codes = drafter.transfer_codes.weight
+    assert mx.array_equal(drafter.network.layers[1].self_attn.q_proj.weight, source).item()
+    assert not any(write.weight.any().item() for write in drafter.network.injection.writes)
+    codes = drafter.network.transfer_codes.weight
     assert mx.allclose((codes**2).sum(axis=-1), mx.ones(codes.shape[0]), atol=1e-5).item()
     narrow = tiny_dspine(model)  # 48 wide, the target 64: its MLPs keep their own weights
-    start_dspine(narrow, narrow.target)
-    assert not any(".mlp." in name for name in start_layers(narrow, narrow.target, (1, 3)))
+    start_dspine(narrow.network, narrow.target)
+    assert not any(".mlp." in name for name in start_layers(narrow.network, narrow.target, (1, 3)))
 
 
 def test_a_drafter_overfits(tokenizer: TokenizerWrapper) -> None:
     """Eight texts of the target, learnt until the loop accepts more than 90 % of the drafts."""
     shape = Shape(H=32, I=64, hd=8, V=96, taps=(0, 2, 3), B=8)
     drafter = fresh("dspine", {"transfer_rank": 16, "message_size": 8}, shape)
-    start_dspine(drafter, drafter.target)
+    start_dspine(drafter.network, drafter.target)
     model, texts = drafter.target.model, []
     prompts = [np.random.default_rng(i).integers(4, 96, 6).tolist() for i in range(8)]
     for i, prompt in enumerate(prompts):
@@ -261,7 +262,9 @@ def test_a_drafter_overfits(tokenizer: TokenizerWrapper) -> None:
     assert accepted_share(drafter, tokenizer, prompts) > 0.9
 
 
-def accepted_share(drafter: DFlash, tokenizer: TokenizerWrapper, prompts: list[list[int]]) -> float:
+def accepted_share(
+    drafter: Drafter, tokenizer: TokenizerWrapper, prompts: list[list[int]]
+) -> float:
     drafted = accepted = 0
     for prompt in prompts:
         model = drafter.target.model

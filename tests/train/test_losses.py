@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from dspine_mlx.checkpoints.detect import detect
 from dspine_mlx.checkpoints.layouts import METHODS
 from dspine_mlx.checkpoints.open import parameters
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspark import DSpark
 from dspine_mlx.drafters.dspine import GATES, DSpine
 from dspine_mlx.target.model import Target
@@ -70,19 +70,19 @@ def reduced(shape: Shape, **extra: Any) -> Checkpoint:
     return config, weights | {w2: weights[w2][ids], "d2t": offsets(ids), "lm_head.weight": head}
 
 
-def build(checkpoint: Checkpoint) -> tuple[DFlash, Any]:
+def build(checkpoint: Checkpoint) -> tuple[Drafter, Any]:
     config, weights = checkpoint
     model, head = tiny_target(SHAPE)
     arrays = {name: mx.array(value) for name, value in weights.items()}
     layout = detect(config, arrays)
-    drafter_class, config_class = METHODS[layout.method]
-    drafter = drafter_class(config_class.from_dict(config))
-    if isinstance(drafter, DSpark):
-        drafter.add_ends(weights)
-    drafter.load_weights(list(parameters(layout, arrays).items()))
-    if isinstance(drafter, DSpine):
-        drafter.transfer_codes.freeze()
-    return drafter.bind(Target(model)), head
+    network_class, config_class = METHODS[layout.method]
+    network = network_class(config_class.from_dict(config))
+    if isinstance(network, DSpark):
+        network.add_ends(weights)
+    network.load_weights(list(parameters(layout, arrays).items()))
+    if isinstance(network, DSpine):
+        network.transfer_codes.freeze()
+    return network.bind(Target(model)), head
 
 
 def torch_names(tensors: dict[str, mx.array]) -> Weights:
@@ -99,7 +99,8 @@ def check(checkpoint: Checkpoint, loss: LossConfig, alpha: float, beta: float) -
     drafter, head = build(checkpoint)
     batch = random_batch(SHAPE, drafter.config.num_proposals)
     schedule = Schedule(mx.array(alpha), mx.array(beta), batch.weights.sum())
-    function = nn.value_and_grad(drafter, lambda: drafter_loss(drafter, batch, schedule, loss)[0])
+    network = drafter.network
+    function = nn.value_and_grad(network, lambda: drafter_loss(drafter, batch, schedule, loss)[0])
     value, grads = function()
     config, weights = checkpoint
     weights = {n: v.astype(np.float64) for n, v in weights.items() if n != "transfer_ready"}
@@ -217,7 +218,7 @@ def test_chunks_and_checkpoints_change_nothing(method: Any) -> None:
         def loss() -> mx.array:
             return drafter_loss(drafter, batch, schedule, LossConfig(), **options)[0]
 
-        value, grads = nn.value_and_grad(drafter, loss)()
+        value, grads = nn.value_and_grad(drafter.network, loss)()
         return [("loss", value), *tree_flatten(grads)]
 
     plain = gradient()

@@ -36,7 +36,7 @@ def test_a_run_leaves_a_drafter_that_generates(
     assert result.exit_code == 0, result.output
     model, tokenizer = mlx_lm.load(str(target))
     drafter = load_drafter(folder / "drafter", model)
-    assert type(drafter).__name__.lower() == method
+    assert type(drafter.network).__name__.lower() == method
     prompt = tokenizer.encode("What is 3 + 1?")
     plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
     assert generate(model, tokenizer, prompt, drafter, max_tokens=12) == plain
@@ -58,7 +58,7 @@ def test_a_finished_run_gives_its_drafter_again(
         assert start(folder, target, data, "--dtype", "float32").exit_code == 0
     best, config = weights(folder), (folder / "drafter" / "config.json").read_text()
     last = build(Run.read(folder), folder).trainer.drafter
-    assert not mx.array_equal(best["fc.weight"], last.fc.weight)
+    assert not mx.array_equal(best["fc.weight"], last.network.fc.weight)
     result = call("run", folder, "--resume", "--export", "hf")
     assert result.exit_code == 0, result.output
     assert "move it away" in result.output
@@ -126,8 +126,8 @@ def test_both_layouts_hold_the_same_drafter(tmp_path: Path, target: Path, data: 
     assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2]}
     assert config["dspine_config"]["transfer_rank"] == 16
     model, _ = mlx_lm.load(str(target))
-    a, b = (load_drafter(tmp_path / name / "drafter", model) for name in ("mlx", "hf"))
-    assert equal(dict(tree_flatten(a.parameters())), dict(tree_flatten(b.parameters())))
+    mlx, hf = (load_drafter(tmp_path / name / "drafter", model).network for name in ("mlx", "hf"))
+    assert equal(dict(tree_flatten(mlx.parameters())), dict(tree_flatten(hf.parameters())))
 
 
 def test_a_dspark_says_what_it_is_where_specforge_does(
@@ -334,9 +334,9 @@ def test_the_unrefined_variant_drafts_from_base_scores(tokenizer: TokenizerWrapp
     drafter = tiny_dspine(model)
     prompt = random_prompt(9)
     features = drafter.target.forward(mx.array(prompt), make_prompt_cache(model), (0, 2))[1]
-    refined = drafter.propose(mx.array([7]), features, drafter.make_cache())
-    drafter.__class__ = Unrefined
-    base = drafter.propose(mx.array([7]), features, drafter.make_cache())
+    refined = drafter.propose(mx.array([7]), features, drafter.make_cache()).ranked()
+    drafter = Unrefined(drafter.network, drafter.target, drafter.verifier)
+    base = drafter.propose(mx.array([7]), features, drafter.make_cache()).ranked()
     assert mx.array_equal(base.candidates, refined.candidates).item()
     assert mx.allclose(base.first, refined.first, atol=1e-6).item()
     assert mx.array_equal(base.transitions[:, 0], base.transitions[:, -1]).item()

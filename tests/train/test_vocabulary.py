@@ -65,7 +65,7 @@ def test_a_reduced_draft_vocabulary_as_published(tmp_path: Path, target: Path, d
     assert saved["d2t"].dtype == mx.int64
     assert np.flatnonzero(saved["t2d"]).tolist() == ids.tolist()
     model, _ = mlx_lm.load(str(target))
-    assert load_drafter(folder / "drafter", model)["d2t"].tolist() == ids.tolist()
+    assert load_drafter(folder / "drafter", model).network.d2t.tolist() == ids.tolist()
 
 
 def test_a_warm_start_brings_its_draft_vocabulary(tmp_path: Path, target: Path, data: Path) -> None:
@@ -113,10 +113,10 @@ def test_a_resumed_run_keeps_its_draft_vocabulary_where_the_data_grew(
     with grown.open("a") as file:
         file.write(f"{row}\n" * 40)
     drafter = build(Run.read(folder), folder).trainer.drafter
-    assert drafter.d2t.tolist() == vocabulary(folder).tolist()
+    assert drafter.network.d2t.tolist() == vocabulary(folder).tolist()
     states = mx.random.normal((3, 32), key=mx.random.key(0))
     own, every = drafter.target.head(states), drafter.verifier.head(states)
-    assert mx.allclose(own, every[:, drafter.d2t], rtol=1e-5, atol=1e-5)
+    assert mx.allclose(own, every[:, drafter.network.d2t], rtol=1e-5, atol=1e-5)
 
 
 def test_a_layout_without_a_reduced_vocabulary_is_refused_before_training(
@@ -132,11 +132,11 @@ def test_a_layout_without_a_reduced_vocabulary_is_refused_before_training(
 
 def test_without_refinement_a_reduced_vocabulary_keeps_its_tokens() -> None:
     drafter = tiny_dspine(tiny_target())
-    drafter.d2t = 2 * mx.arange(20, dtype=mx.uint32) + 1
-    drafter.bind(drafter.verifier)
-    features = mx.random.normal((1, 4, drafter.feature_size), key=mx.random.key(1))
-    refined = drafter.propose(7, features, drafter.make_cache())
-    drafter.__class__ = Unrefined
-    base = drafter.propose(7, features, drafter.make_cache())
+    drafter.network.d2t = 2 * mx.arange(20, dtype=mx.uint32) + 1
+    drafter = drafter.network.bind(drafter.verifier)
+    features = mx.random.normal((1, 4, drafter.network.feature_size), key=mx.random.key(1))
+    refined = drafter.propose(7, features, drafter.make_cache()).ranked()
+    drafter = Unrefined(drafter.network, drafter.target, drafter.verifier)
+    base = drafter.propose(7, features, drafter.make_cache()).ranked()
     assert base.candidates.tolist() == refined.candidates.tolist()
     assert all(token % 2 for token in base.candidates.flatten().tolist())

@@ -202,7 +202,7 @@ def test_text_is_the_targets_while_parking_and_resuming(
     curve = Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), ((1e-3,) * 8, (1e-3,) * 8))
     restless = Restless(Costs(curve), uncalibrated(7))
     schedule = Schedule(Costs(curve), {}, policies={"greedy": restless})
-    object.__setattr__(drafter, "schedule", schedule)
+    drafter.schedule = schedule
     responses = list(
         dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options())  # type: ignore[arg-type]
     )
@@ -222,9 +222,7 @@ def test_caches_hold_the_text_wherever_it_ends(
     drafter = scripted(model, prompt + [t for t, _ in plain], "now and then")
     curve = Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), ((1e-3,) * 8, (1e-3,) * 8))
     restless = Restless(Costs(curve), uncalibrated(7))
-    object.__setattr__(
-        drafter, "schedule", Schedule(Costs(curve), {}, policies={"greedy": restless})
-    )
+    drafter.schedule = Schedule(Costs(curve), {}, policies={"greedy": restless})
     cache = make_prompt_cache(model)
     generator = dspine_mlx.stream_generate(
         model, tokenizer, prompt, drafter, max_tokens=40, prompt_cache=cache
@@ -242,9 +240,7 @@ def test_probes_leave_the_drafters_context_whole(
     prompt, drafter = random_prompt(17), tiny_dflash(model)
     curve = Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), ((1e-3,) * 8, (1e-3,) * 8))
     restless = Restless(Costs(curve), uncalibrated(7))
-    object.__setattr__(
-        drafter, "schedule", Schedule(Costs(curve), {}, policies={"greedy": restless})
-    )
+    drafter.schedule = Schedule(Costs(curve), {}, policies={"greedy": restless})
     cache = make_prompt_cache(model)
     responses = list(
         dspine_mlx.stream_generate(

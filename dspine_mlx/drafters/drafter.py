@@ -1,0 +1,68 @@
+"""A drafter: a network bound to the target that it drafts for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from dspine_mlx.drafters.chain import AnyProposal
+from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.target.model import Target
+
+if TYPE_CHECKING:
+    from dspine_mlx.drafters.dflash import DFlash
+    from dspine_mlx.verify_length.schedule import Schedule
+
+
+@dataclass(eq=False)
+class Drafter:
+    """What `load` returns and generation drafts with. `network.bind(target)` makes one.
+
+    The network's parameters are a checkpoint's; the target's weights are lent to it, never copied.
+    """
+
+    network: "DFlash"
+    target: Target  # with the embedding and head that it proposes with: a checkpoint's own, or rows
+    verifier: Target  # whose distribution it drafts for
+    kernels: Kernels = OFF
+    folder: Path | None = None  # that it was loaded from
+    schedule: "Schedule | None" = None  # what "auto" has learnt; made at first use
+
+    @property
+    def config(self) -> DrafterConfig:
+        return self.network.config
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The draft layers, one cache each."""
+        return self.network.layers
+
+    def make_cache(self) -> list[KVCache]:
+        """Empty caches of the context, one per layer."""
+        return self.network.make_cache()
+
+    def no_features(self) -> mx.array:
+        """Features of no positions: [1, 0, m*d]."""
+        return mx.zeros((1, 0, self.network.feature_size), self.target.dtype)
+
+    def extend(self, features: mx.array, cache: list[KVCache]) -> None:
+        """Take target features [1, n, m*d] of the next n context positions into the cache."""
+        self.network.extend(features, cache)
+
+    def propose(
+        self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
+    ) -> AnyProposal:
+        """Propose M tokens after the anchor.
+
+        features: [1, n, m*d], target features of the positions before the anchor that are not yet
+        in the cache (n may be 0).
+        """
+        return self.network.propose(anchor, features, cache, self.target, self.kernels)
+
+    def set_dtype(self, dtype: mx.Dtype) -> None:
+        """Cast the network's floating-point parameters."""
+        self.network.set_dtype(dtype)

@@ -1,0 +1,88 @@
+"""What a drafter hands to selection, for one block: the point where all drafters meet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.top_k import rank, scale_scores, shortlist
+from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.walk import walk
+
+
+class Proposal(NamedTuple):
+    """M slots with K candidates each, and the scores of each pair of neighbours."""
+
+    candidates: mx.array  # [M, K] token ids in descending base logit
+    first: mx.array  # [K] float32 scores of slot 1's candidates given the anchor
+    transitions: mx.array  # [M - 1, K, K] float32, T_t[i, j]: j of slot t after i of slot t - 1
+    # [M, K] the chance that slot t is accepted if t - 1 is, with candidate i
+    confidence: mx.array | None = None
+
+    def ranked(self) -> "Proposal":
+        """Itself: its candidates are ranked."""
+        return self
+
+    def paths(
+        self,
+        noises: list[mx.array],
+        scale: float,
+        reshape: Callable[[mx.array], mx.array] | None = None,
+        kernels: Kernels = OFF,
+    ) -> list[tuple[mx.array, mx.array]]:
+        """The walk that argmax(scores + noise) takes, for each noise [M, K]: indices [M] of
+        candidates, and the probs softmax(scale * scores) [M, K] of each slot that it met.
+
+        reshape: applied to the scores [n, K] first.
+        """
+        first, transitions = self.first, self.transitions
+        if reshape is not None:
+            rows = mx.concatenate([first[None], transitions.reshape(-1, first.size)])
+            rows = reshape(rows)
+            first, transitions = rows[0], rows[1:].reshape(transitions.shape)
+        return [walk(first, transitions, noise, scale, kernels) for noise in noises]
+
+    def confidence_on(self, path: mx.array) -> mx.array | None:
+        """[M] the chance that each slot of a path [M] is accepted if the one before is."""
+        if self.confidence is None:
+            return None
+        before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
+        return mx.take_along_axis(self.confidence, before[:, None], axis=1)[:, 0]
+
+
+@dataclass(frozen=True)
+class SlotwiseProposal:
+    """M slots that each pick on their own. The candidates are not ranked yet, and a greedy draft
+    needs none."""
+
+    config: DrafterConfig
+    logits: mx.array  # [M, Vd] of the drafter's head
+    vocabulary: mx.array | None = None  # [Vd] the target's ids of the head's rows; None: all
+    confidence: mx.array | None = None  # [M] the chance that slot t is accepted if t - 1 is
+
+    def tokens(self, ids: mx.array) -> mx.array:
+        """The target's ids of rows of the head."""
+        return ids if self.vocabulary is None else self.vocabulary[ids]
+
+    def greedy_tokens(self) -> mx.array:
+        """Ids [M] of the best tokens."""
+        return self.tokens(mx.argmax(self.logits, axis=-1))
+
+    def probs(self) -> mx.array:
+        """Chances of the slots' K candidates [M, K], in no order."""
+        K = self.config.top_k
+        values = shortlist(self.logits, K)[0]
+        top = mx.partition(values, -K, axis=-1)[:, -K:] if values.shape[1] > K else values
+        return mx.softmax(scale_scores(top, self.config), axis=-1)
+
+    def ranked(self) -> Proposal:
+        """T_t[i, j] = U_t(v_j)"""
+        ids, scores = rank(self.logits, self.config)
+        M, K = scores.shape
+        table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))
+        confidence = self.confidence
+        if confidence is not None:
+            confidence = mx.broadcast_to(confidence[:, None], (M, K))
+        return Proposal(self.tokens(ids), scores[0], table, confidence)

@@ -9,7 +9,7 @@ import mlx.core as mx
 from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 
-POOL = 2048  # tokens that the slots of a block pick from
+POOL = 1 << 14  # tokens that the slots of a block pick from
 State = Any  # of N paths: arrays [N, ...]
 
 

@@ -162,6 +162,7 @@ class DSparkConfig(DrafterConfig):
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
     confidence_temperatures: tuple[float, ...] = ()  # one a slot, divides the confidence's logit
+    candidate_pool: int = 1 << 14  # tokens that slots pick from one by one; 0: a table of top_k
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DSparkConfig":

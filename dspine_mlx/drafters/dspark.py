@@ -12,10 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.drafters.chain import AnyProposal, shared_pool
 from dspine_mlx.drafters.config import DSparkConfig
 from dspine_mlx.drafters.dflash import DFlash
-from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
-from dspine_mlx.drafters.top_k import rank
+from dspine_mlx.drafters.markov_walk import MarkovProposal
+from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.top_k import rank, scale_scores
 from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target.model import Target
@@ -48,6 +50,12 @@ class VanillaMarkov(nn.Module):
     def mix(self, previous: mx.array, states: mx.array) -> mx.array:
         return previous
 
+    def step(
+        self, previous: mx.array, states: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """See `dspine_mlx.drafters.markov_walk.MarkovHead`."""
+        return self.mix(previous, states), memory
+
 
 class GatedMarkov(VanillaMarkov):
     """B_t(u, v) = w2[v] . (sigmoid(G [h_t; w1[u]] + g) * w1[u])"""
@@ -66,9 +74,8 @@ class RNNMarkov(VanillaMarkov):
     """B_t(v) = w2[v] . tanh(o),  s_t = g s_{t-1} + (1 - g) tanh(c)
 
     with [g; c; o] = J [s_{t-1}; w1[u]; h_t] + j, a sigmoid on g, and s_0 = 0. The state depends on
-    the whole path, so the table follows the greedy one: row i of slot t is exact for a path that is
-    greedy up to slot t - 2 and has candidate i at t - 1. A sampled path may leave it, which costs
-    acceptance but never exactness.
+    the whole path, so a table follows the greedy one: row i of slot t is exact for a path that is
+    greedy up to slot t - 2 and has candidate i at t - 1.
     """
 
     def __init__(self, config: DSparkConfig):
@@ -91,6 +98,14 @@ class RNNMarkov(VanillaMarkov):
             visited = mx.argmax(rows[visited])
             table.append(rows)
         return mx.stack(table)
+
+    def step(
+        self, previous: mx.array, states: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        joint = self.joint_proj(mx.concatenate([memory, previous, states], axis=-1))
+        gate, candidate, output = mx.split(joint, 3, axis=-1)
+        gate = mx.sigmoid(gate)
+        return mx.tanh(output), gate * memory + (1 - gate) * mx.tanh(candidate)
 
 
 MARKOV_HEADS = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RNNMarkov}
@@ -155,14 +170,32 @@ class DSpark(DFlash):
         cache: list[KVCache],
         target: Target,
         kernels: Kernels = OFF,
-    ) -> Proposal | SlotwiseProposal:
-        """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the
-        confidence of every slot after each candidate of the one before. See `Drafter.propose`."""
+    ) -> AnyProposal:
+        """Propose M tokens after the anchor. See `Drafter.propose`.
+
+        Slot t scores v after u as U_t(v) + B_t(u, v): over a pool of `candidate_pool` tokens,
+        walked slot by slot, or if that is 0 over the `top_k` best base candidates of both slots, as
+        a table.
+        """
         anchor = mx.array(anchor)
         states = self.backbone(anchor, features, cache, target)
         logits = target.head(states)
         if "markov_head" not in self:
             return self.slotwise(logits, self.confidence(states))
+        if self.config.candidate_pool:
+            base = scale_scores(logits, self.config)
+            pool = shared_pool(base, self.config.candidate_pool)
+            vocabulary = self.d2t if "d2t" in self else None
+            return MarkovProposal(
+                self.markov_head, base, states, anchor, vocabulary, pool, self.confidence
+            )
+        return self.table(anchor, states, logits, kernels)
+
+    def table(
+        self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
+    ) -> Proposal:
+        """T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the confidence of every slot after each
+        candidate of the one before."""
         ids, scores = rank(logits, self.config)
         candidates = self.tokens(ids)
         before = mx.broadcast_to(anchor.reshape(1, 1), (1, ids.shape[1])).astype(candidates.dtype)

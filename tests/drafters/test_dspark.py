@@ -44,6 +44,7 @@ CONFIG: dict[str, Any] = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
     "top_k": K,
+    "candidate_pool": 0,  # the table of top_k
 }
 
 

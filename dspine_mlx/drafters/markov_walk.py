@@ -1,7 +1,7 @@
 """DSpark's proposal as published: the Markov head speaks before anything is left out for good."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn

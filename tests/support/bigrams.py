@@ -105,8 +105,8 @@ def knowing_dflash2(
 def knowing_domino(
     model: nn.Module, blur: float = 0.3, backbone: float = 0.1, **changes: Any
 ) -> Drafter:
-    """The GRU's state is half of the newest embedding, made small: with z = r = 1/2, W_hn = -2 takes
-    the older half away. Two units give a number back: silu(y) - silu(-y) = y."""
+    """The GRU's state is half of the newest embedding, made small: with z = r = 1/2, W_hn = -2
+    takes the older half away. Two units give a number back: silu(y) - silu(-y) = y."""
     V = Target(model).vocab_size
     config = drafter_config(vocab_size=V, gru_hidden_dim=D, emb_dim=2 * D, shift_label=True)
     net = network(Domino, DominoConfig.from_dict(config | changes), backbone)

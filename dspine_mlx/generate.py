@@ -1,7 +1,5 @@
 """mlx-lm's stream_generate and generate, with a drafter."""
 
-import itertools
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
@@ -17,56 +15,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
+from dspine_mlx.round.decode import Prefill, decode
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.round.statistics import GenerationResponse, Statistics
-from dspine_mlx.round.text import Checkpoints, Decoder, DraftFilter, KVQuantization, Token
+from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
+from dspine_mlx.round.text import Checkpoints, DraftFilter, Text, Token
+from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.verify_length.schedule import Policy, check_length, policy_for
-
-
-def decode(
-    prompt: mx.array,
-    make_decoder: Callable[[], Decoder],
-    stream: mx.Stream,
-    *,
-    max_tokens: int,
-    verify_length: int | str | Policy,
-    prefill_step_size: int,
-    checkpoints: Checkpoints,
-    progress: Callable[[int, int], None],
-) -> Generator[Token, None, None]:
-    """mlx-lm's generate_step with a drafter: prefill, then rounds or plain decoding.
-
-    On every exit a caller's prompt cache holds the prompt and exactly the yielded tokens; one from
-    prefill leaves the chunks that were done. Only the work runs on the stream, never the caller.
-    """
-    with mx.stream(stream):
-        decoder = make_decoder()
-        policy = policy_for(verify_length, decoder.drafter, decoder.sampler)
-    try:
-        with mx.stream(stream):
-            done = 0
-            progress(done, prompt.size)
-            for n in decoder.prefill(prompt, prefill_step_size, checkpoints):
-                done += n
-                progress(done, prompt.size)
-            policy.start_text(decoder.statistics, decoder.sampler, decoder.rollback.position)
-        tokens = decoder.tokens(policy, float("inf") if max_tokens < 0 else max_tokens)
-        for count in itertools.count():
-            with mx.stream(stream):
-                token = next(tokens, None)
-                if token is not None and count == 0:
-                    progress(prompt.size, prompt.size)
-                if count % 256 == 255:
-                    mx.clear_cache()
-            if token is None:
-                return
-            yield token
-            if decoder.settled:
-                raise RuntimeError("another generation has taken over this one's prompt_cache")
-    finally:
-        with mx.stream(stream):
-            decoder.settle()
-            decoder.statistics.verdict = policy.verdict(decoder.rollback.position)
 
 
 def plain_tokens(
@@ -111,7 +65,7 @@ def make_caches(
     return given
 
 
-def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
+def to_token_ids(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
     """Token ids of a prompt; a string gets special tokens unless it starts with them."""
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
@@ -122,7 +76,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> m
     return prompt
 
 
-def inside(prompt: mx.array, checkpoints: Checkpoints) -> Checkpoints:
+def check_checkpoints(prompt: mx.array, checkpoints: Checkpoints) -> Checkpoints:
     """The checkpoints, if each lies before the prompt's last token, which prefill does not feed."""
     wrong = [n for n in checkpoints if not 0 < n < prompt.size]
     if wrong:
@@ -202,8 +156,8 @@ def stream_generate(
     check_numbers(max_tokens, verify_length, prefill_step_size, max_kv_size)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    prompt = encode(tokenizer, prompt)
-    progress = prompt_progress_callback or (lambda *_: None)
+    prompt = to_token_ids(tokenizer, prompt)
+    speed = Speed(prompt_progress_callback)
     if sampler is None or (isinstance(sampler, Sampler) and sampler.temp == 0):
         sampler = greedy_sampler
     statistics = Statistics()
@@ -221,12 +175,12 @@ def stream_generate(
             kv_bits=kv_bits,
             kv_group_size=kv_group_size,
             quantized_kv_start=quantized_kv_start,
-            prompt_progress_callback=progress,
+            prompt_progress_callback=speed.progress,
         )
     else:
         check_pair(model, drafter, sampler)
-        decoder = partial(
-            Decoder,
+        text = partial(
+            Text,
             drafter,
             make_caches(model, drafter, prompt_cache, max_kv_size),
             sampler,
@@ -237,21 +191,20 @@ def stream_generate(
             draft_filter,
             prompt_cache is not None,
         )
+        checkpoints = check_checkpoints(prompt, prompt_checkpoints or {})
         tokens = decode(
             prompt,
-            decoder,
+            text,
+            partial(policy_for, verify_length, drafter, sampler),
             stream,
-            max_tokens=max_tokens,
-            verify_length=verify_length,
-            prefill_step_size=prefill_step_size,
-            checkpoints=inside(prompt, prompt_checkpoints or {}),
-            progress=progress,
+            Prefill(prefill_step_size, checkpoints, speed.progress),
+            float("inf") if max_tokens < 0 else max_tokens,
         )
-    responses = respond(tokens, tokenizer, prompt.size, max_tokens, statistics)
-    return held([model, drafter and drafter.network], stream, tokens, responses)
+    responses = to_responses(tokens, tokenizer, prompt.size, max_tokens, statistics, speed)
+    return with_wired_memory([model, drafter and drafter.network], stream, tokens, responses)
 
 
-def held(
+def with_wired_memory(
     modules: list[Any],
     stream: mx.Stream,
     tokens: Generator[Token, None, None],
@@ -262,20 +215,17 @@ def held(
         yield from responses
 
 
-def respond(
+def to_responses(
     tokens: Iterator[Token],
     tokenizer: TokenizerWrapper,
     prompt_tokens: int,
     max_tokens: int,
     statistics: Statistics,
+    speed: Speed,
 ) -> Iterator[GenerationResponse]:
     """Text of the tokens, up to and including a stop token or the last one allowed."""
     detokenizer = tokenizer.detokenizer
-    start, prompt_tps = time.perf_counter(), 0.0
     for n, (token, logprobs, drafted) in enumerate(tokens, 1):
-        if n == 1:
-            now = time.perf_counter()
-            prompt_tps, start = prompt_tokens / (now - start), now
         stopped = token in tokenizer.eos_token_ids
         if not stopped:
             detokenizer.add_token(token)
@@ -287,9 +237,9 @@ def respond(
             logprobs=logprobs,
             from_draft=drafted,
             prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tps,
+            prompt_tps=speed.prompt_tps,
             generation_tokens=n,
-            generation_tps=n / (time.perf_counter() - start),
+            generation_tps=speed.generation_tps(n),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason="stop" if stopped else "length" if n == max_tokens else None,
             statistics=statistics,

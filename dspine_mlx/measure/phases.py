@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
@@ -21,14 +21,15 @@ from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import make_caches
 from dspine_mlx.measure.compare import Pair
-from dspine_mlx.round.policy import Fixed, Policy
-from dspine_mlx.round.select import Draft
-from dspine_mlx.round.text import Decoder, DraftContext, Token
+from dspine_mlx.round.accept import accept
+from dspine_mlx.round.decode import decode_text
+from dspine_mlx.round.policy import Fixed
+from dspine_mlx.round.select import select
+from dspine_mlx.round.text import Text
 
 HOST = "host"  # what is left: policy, Python between the parts, the reader of the text
 PHASES = ("draft", "select", "verify", "accept", "rollback", HOST)
 PREFILL = 2048
-Kind = TypeVar("Kind", bound=Decoder)
 
 
 class Stopwatch:
@@ -65,55 +66,32 @@ def parts(proposal: AnyProposal) -> Any:
     return proposal.logits if isinstance(proposal, SlotwiseProposal) else proposal
 
 
-class TimedContext(DraftContext):
-    def __init__(self, drafter: Drafter, cache: list[Any], watch: Stopwatch):
-        super().__init__(drafter, cache)
-        self.watch = watch
-
-    def propose(self, anchor: mx.array, features: mx.array) -> AnyProposal:
-        with self.watch.timing("draft"):
-            proposal = super().propose(anchor, features)
+def timed_rounds(text: Text, length: int, budget: int, watch: Stopwatch) -> None:
+    """The rounds of `speculate` at a fixed length, each part waited for under the watch."""
+    while budget > 1:
+        with watch.timing("draft"):
+            proposal = text.context.propose(text.anchor, text.features)
             mx.eval(parts(proposal))
-        return proposal
-
-
-class TimedDecoder(Decoder):
-    """A decoder that waits for the result of each part of a round."""
-
-    def __post_init__(self) -> None:
-        self.watch = Stopwatch()
-        super().__post_init__()
-        self.context = TimedContext(self.drafter, self.context.cache, self.watch)
-
-    def propose(self, anchor: mx.array, policy: Policy) -> Draft:
-        with self.watch.timing("select"):
-            draft = super().propose(anchor, policy)
-            mx.eval(draft.tokens, draft.evidence)
-        return draft
-
-    def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
-        with self.watch.timing("verify"):
-            logits = super().feed(tokens, eager_taps)
-            mx.eval(logits, self.features)
-        return logits
-
-    def verify(
-        self, anchor: mx.array, draft: Draft | None, length: int
-    ) -> tuple[list[Token], mx.array, int]:
-        with self.watch.timing("accept"):
-            block, following, n = super().verify(anchor, draft, length)
-            mx.eval([row for _, row, _ in block], following, self.features)
-        return block, following, n
-
-    def commit(self) -> None:
-        with self.watch.timing("rollback"):
-            super().commit()
-            mx.eval([c.state for c in self.prompt_cache])
-
-    def tokens(self, policy: Policy, budget: float) -> Iterator[Token]:
-        self.watch.start()
-        yield from super().tokens(policy, budget)
-        self.watch.turn(HOST)
+        with watch.timing("select"):
+            draft = select(
+                proposal, text.draft_sampler, text.drafter.kernels, text.stops, with_evidence=False
+            )
+            mx.eval(draft.tokens)
+        offered = min(length, len(draft.tokens), budget - 1)
+        with watch.timing("verify"):
+            logits = text.verify(text.anchor, draft.tokens[:offered])
+            mx.eval(logits.logits, text.features)
+        with watch.timing("accept"):
+            n, following = accept(draft, logits, text.sampler)
+            block = text.keep(draft.tokens[:n], following, logits)
+            mx.eval([row for _, row, _ in block], text.features)
+        text.statistics.record(offered, block)
+        budget -= sum(1 for _ in text.emit(block))
+        with watch.timing("rollback"):
+            text.roll_back()
+            mx.eval([c.state for c in text.prompt_cache])
+        if text.ends_with(block):
+            return
 
 
 @dataclass(frozen=True)
@@ -127,35 +105,38 @@ class Split:
     normal: float
 
 
-def split(pair: Pair, prompt: list[int], length: int, max_tokens: int = 64) -> Split:
+def split(models: Pair, prompt: list[int], length: int, max_tokens: int = 64) -> Split:
     """The mean round of one text, decoded twice: left alone, and waited for at every seam.
 
-    A last token that no draft fits before is decoded alone, and its time counts with the rounds.
+    A last token before which no draft fits is decoded alone: its time counts in the normal round
+    and not in the phases.
     """
-    if pair.drafter is None or length < 1:
+    if models.drafter is None or length < 1:
         raise InputError(f"a round needs a drafter and an offer of at least 1 token, not {length}")
-    length = min(length, pair.drafter.config.num_proposals)
-    undisturbed, seconds = decode(Decoder, pair, pair.drafter, prompt, Fixed(length), max_tokens)
-    timed, _ = decode(TimedDecoder, pair, pair.drafter, prompt, Fixed(length), max_tokens)
-    rounds = max(1, timed.statistics.rounds)
-    phases = {phase: s / rounds for phase, s in timed.watch.seconds.items()}
-    return Split(length, rounds, phases, seconds / max(1, undisturbed.statistics.rounds))
-
-
-def decode(
-    kind: type[Kind], pair: Pair, drafter: Drafter, prompt: list[int], policy: Policy, tokens: int
-) -> tuple[Kind, float]:
-    """A text by one kind of decoder: the decoder, and seconds after the prefill."""
-    cache = make_caches(pair.model, drafter, None, None)
-    sampler = pair.sampler if pair.sampler.temp > 0 else greedy_sampler
-    stops = frozenset(pair.tokenizer.eos_token_ids)
-    modules = [pair.model, drafter.network]
-    with wired_limit(modules, [generation_stream]), mx.stream(generation_stream):
-        decoder = kind(drafter, cache, sampler, stops=stops)
-        for _ in decoder.prefill(mx.array(prompt), PREFILL):
-            pass
+    length = min(length, models.drafter.config.num_proposals)
+    with prefilled(models, models.drafter, prompt) as text:
         started = time.perf_counter()
-        for _ in decoder.tokens(policy, tokens):
+        for _ in decode_text(text, Fixed(length), max_tokens):
             pass
-        seconds = time.perf_counter() - started
-    return decoder, seconds
+        normal = (time.perf_counter() - started) / max(1, text.statistics.rounds)
+    with prefilled(models, models.drafter, prompt) as text:
+        watch = Stopwatch()
+        timed_rounds(text, length, max_tokens, watch)
+        watch.turn(HOST)
+    rounds = max(1, text.statistics.rounds)
+    phases = {phase: seconds / rounds for phase, seconds in watch.seconds.items()}
+    return Split(length, rounds, phases, normal)
+
+
+@contextmanager
+def prefilled(models: Pair, drafter: Drafter, prompt: list[int]) -> Iterator[Text]:
+    """A text after its prefill, on the stream of generation."""
+    cache = make_caches(models.model, drafter, None, None)
+    sampler = models.sampler if models.sampler.temp > 0 else greedy_sampler
+    stops = frozenset(models.tokenizer.eos_token_ids)
+    modules = [models.model, drafter.network]
+    with wired_limit(modules, [generation_stream]), mx.stream(generation_stream):
+        text = Text(drafter, cache, sampler, stops=stops)
+        for _ in text.prefill(mx.array(prompt), PREFILL):
+            pass
+        yield text

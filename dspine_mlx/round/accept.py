@@ -34,12 +34,14 @@ def normalised(logits: mx.array) -> mx.array:
 
 
 def accept(draft: Draft, rows: TargetLogits, sampler: SamplerFunction) -> tuple[int, int]:
-    """The number n of drafted tokens that stand, and the token that follows them.
+    """The number n of drafted tokens that are accepted, and the token that follows them.
 
-    A one-hot draft has l tokens and is compared with what the sampler picks from each row. A draft
-    with a law is put to a ratio test, as a block; it may have l + 1 tokens: the last row then tests
-    the last token, which follows if it stands.
+    rows: of the anchor and the draft's first l tokens. A one-hot draft is compared with what the
+    sampler picks from each row. A sampled draft is put to a ratio test, as a block; if it has more
+    than l tokens the last row tests one more, which follows if it is accepted.
     """
+    fed = len(rows.logits) - 1
+    draft = draft.first(fed if draft.q is None else fed + 1)
     if draft.q is None and sampler is greedy_sampler:
         return match_greedy(draft.tokens, rows)
     logprobs = rows.logprobs(len(rows.logits))

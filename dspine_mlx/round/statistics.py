@@ -1,7 +1,8 @@
-"""What a generation did, round by round."""
+"""What a generation did, round by round, and how fast."""
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,9 @@ class Statistics:
     probes: int = 0  # drafts made meanwhile, only to be compared with the plain tokens
     verdict: str = ""  # why the text was drafted or not, in words; set at its end
 
-    def record(self, drafted: int, block: Sequence[tuple[int, Any, bool]]) -> None:
-        """A round that offered `drafted` tokens and gave this block of text."""
+    def record(self, drafted: int, block: Sequence[tuple[int, Any, bool]]) -> int:
+        """A round that offered `drafted` tokens and gave this block of text: how many of them were
+        accepted."""
         accepted = sum(from_draft for *_, from_draft in block)
         self.rounds += 1
         self.drafted += drafted
@@ -31,11 +33,38 @@ class Statistics:
         self.round_tokens += len(block)
         self.accepted_histogram[accepted] += 1
         self.verify_lengths[drafted] += 1
+        return accepted
 
     @property
     def acceptance_length(self) -> float:
         """Tokens per round, the target's own included; 1 before the first round."""
         return self.round_tokens / self.rounds if self.rounds else 1.0
+
+
+class Speed:
+    """Clocks of one text. Decoding starts where prefill ends: when all tokens of the prompt but the
+    last are in the caches. The same holds for plain decoding."""
+
+    def __init__(self, callback: Callable[[int, int], None] | None):
+        self.callback = callback or (lambda *_: None)
+        self.fed = 0
+        self.started = self.prefilled = time.perf_counter()
+
+    def progress(self, done: int, total: int) -> None:
+        """mlx-lm's prompt_progress_callback, on its way to the user's."""
+        self.callback(done, total)
+        if done == 0:
+            self.started = self.prefilled = time.perf_counter()
+        elif done < total:
+            self.fed, self.prefilled = done, time.perf_counter()
+
+    @property
+    def prompt_tps(self) -> float:
+        """Tokens per second of prefill; 0 where there was nothing to feed."""
+        return self.fed / (self.prefilled - self.started) if self.fed else 0.0
+
+    def generation_tps(self, tokens: int) -> float:
+        return tokens / (time.perf_counter() - self.prefilled)
 
 
 @dataclass

@@ -251,7 +251,6 @@ class Auto:
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         now = self.clock()
-        self.statistics.plain += 1
         self.countdown -= 1
         if self.last > 0 and now - waiting > 0.5 * (now - self.last):  # else the reader was slow
             self.times.append(now - self.last)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 import dspine_mlx
-from dspine_mlx.round import text
+from dspine_mlx.round import speculate
 from dspine_mlx.round.accept import TargetLogits, accept, acceptance, block_chances
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
@@ -32,6 +32,7 @@ def main() -> None:
     rounds: list[tuple[float, float]] = []
 
     def both(draft: Draft, rows: TargetLogits, sampler: Any) -> tuple[int, int]:
+        draft = draft.first(len(rows.logits))
         p = sampler.probs(rows.logprobs(len(rows.logits)))
         if draft.q is not None and len(draft.tokens):
             alone = np.array(acceptance(draft, p), np.float64)
@@ -40,7 +41,7 @@ def main() -> None:
             rounds.append((float(np.cumprod(alone).sum()), float((1 - fails).sum())))
         return accept(draft, rows, sampler)
 
-    text.accept = both
+    speculate.accept = both
     mx.random.seed(0)
     for line in args.prompts.read_text(encoding="utf-8").splitlines()[: args.texts]:
         prompt = tokenizer.apply_chat_template(

@@ -18,7 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import select
-from dspine_mlx.round.text import Decoder
+from dspine_mlx.round.speculate import speculate
+from dspine_mlx.round.text import Text
 from dspine_mlx.verify_length.schedule import Fixed
 from tests.bench.prefill_memory import SHAPE, random_pair
 
@@ -69,17 +70,17 @@ def main() -> None:
     model, drafter = pair()
     counts = operations(drafter)
     print(f"draft graph: {sum(counts.values())} operations: {dict(counts.most_common(12))}")
-    decoder = Decoder(drafter, make_prompt_cache(model) + drafter.make_cache())
-    for _ in decoder.prefill(mx.random.randint(4, 32000, (128,)), 2048):
+    text = Text(drafter, make_prompt_cache(model) + drafter.make_cache())
+    for _ in text.prefill(mx.random.randint(4, 32000, (128,)), 2048):
         pass
-    tokens = decoder.speculate(Fixed(15), float("inf"))
+    tokens = speculate(text, Fixed(15), float("inf"))
     forwards = [Timed(drafter, "propose"), Timed(drafter.target, "forward")]
     forwards += [Timed(mx, "eval"), Timed(mx, "async_eval")]
     host, graphs, wall = [], [], []
-    while decoder.statistics.rounds < ROUNDS + 3:
-        rounds, cpu, start = decoder.statistics.rounds, time.thread_time(), time.perf_counter()
+    while text.statistics.rounds < ROUNDS + 3:
+        rounds, cpu, start = text.statistics.rounds, time.thread_time(), time.perf_counter()
         building = sum(f.seconds for f in forwards)
-        while decoder.statistics.rounds == rounds:
+        while text.statistics.rounds == rounds:
             next(tokens)
         graphs.append(sum(f.seconds for f in forwards) - building)
         host.append(time.thread_time() - cpu - graphs[-1])

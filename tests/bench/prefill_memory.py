@@ -17,8 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from dspine_mlx.drafters.config import DSpineConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
-from dspine_mlx.generate import decode
-from dspine_mlx.round.text import Decoder
+from dspine_mlx.round.decode import Prefill, decode
+from dspine_mlx.round.policy import Fixed
+from dspine_mlx.round.text import Text
 from dspine_mlx.target.model import Target
 
 TOKENS, LAYERS = 4000, 10
@@ -63,13 +64,11 @@ def main() -> None:
     ours = peak(
         decode(
             prompt,
-            lambda: Decoder(drafter, cache),
+            lambda: Text(drafter, cache),
+            lambda: Fixed(15),
             mx.default_stream(mx.default_device()),
-            max_tokens=4,
-            verify_length=15,
-            prefill_step_size=512,
-            checkpoints={},
-            progress=lambda *_: None,
+            Prefill(512, {}, lambda *_: None),
+            budget=4,
         )
     )
     own = sum(c.nbytes for c in cache[LAYERS:])

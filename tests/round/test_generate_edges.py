@@ -18,7 +18,8 @@ import dspine_mlx
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
-from dspine_mlx.round.text import OWNERS, DraftContext
+from dspine_mlx.round.draft_context import DraftContext
+from dspine_mlx.round.text import OWNERS
 from dspine_mlx.target.model import Target
 from tests.support.tiny import (
     plain_steps,
@@ -159,7 +160,7 @@ def test_a_text_whose_end_failed_does_not_go_on(
     suspended = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
     assert [next(suspended).token for _ in range(3)] == text[:3]
 
-    def interrupt(context: DraftContext) -> None:
+    def interrupt(context: DraftContext, depth: int) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,76 @@
+"""A text from its prompt to its last token: prefill, then rounds or plain decoding."""
+
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from dspine_mlx.round.plain import decode_plainly
+from dspine_mlx.round.policy import Policy
+from dspine_mlx.round.speculate import speculate
+from dspine_mlx.round.text import Checkpoints, Text, Token
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How a prompt gets into the caches."""
+
+    step_size: int
+    checkpoints: Checkpoints
+    progress: Callable[[int, int], None]
+
+    def run(self, text: Text, prompt: mx.array) -> None:
+        done = 0
+        self.progress(done, prompt.size)
+        for n in text.prefill(prompt, self.step_size, self.checkpoints):
+            done += n
+            self.progress(done, prompt.size)
+
+
+def decode(
+    prompt: mx.array,
+    make_text: Callable[[], Text],
+    make_policy: Callable[[], Policy],
+    stream: mx.Stream,
+    prefill: Prefill,
+    budget: float,
+) -> Generator[Token, None, None]:
+    """mlx-lm's generate_step with a drafter: prefill, then at most `budget` tokens.
+
+    On every exit a caller's prompt cache holds the prompt and exactly the yielded tokens; one from
+    prefill leaves the chunks that were done. Only the work runs on the stream, never the caller.
+    """
+    with mx.stream(stream):
+        text, policy = make_text(), make_policy()
+    try:
+        with mx.stream(stream):
+            prefill.run(text, prompt)
+            policy.start_text(text.statistics, text.sampler, text.position)
+            prefill.progress(prompt.size, prompt.size)
+        tokens = decode_text(text, policy, budget)
+        for count in itertools.count(1):
+            with mx.stream(stream):
+                token = next(tokens, None)
+                if count % 256 == 0:
+                    mx.clear_cache()
+            if token is None:
+                return
+            yield token
+            if text.closed:
+                raise RuntimeError("another generation has taken over this one's prompt_cache")
+    finally:
+        with mx.stream(stream):
+            text.settle()
+            text.statistics.verdict = policy.verdict(text.position)
+
+
+def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
+    """Rounds while drafting pays, plain decoding while it does not, until `budget` tokens or a stop
+    token."""
+    text.context.hopeless = policy.hopeless
+    while budget > 0:
+        plainly = policy.parked or budget < 2  # nothing is drafted for the last token
+        for token in (decode_plainly if plainly else speculate)(text, policy, budget):
+            budget = 0 if token[0] in text.stops else budget - 1
+            yield token

@@ -1,0 +1,55 @@
+"""Decoding while the policy parks, and the draft that is only watched."""
+
+import time
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from dspine_mlx.round.accept import normalised
+from dspine_mlx.round.policy import Policy
+from dspine_mlx.round.speculate import propose
+from dspine_mlx.round.text import Text, Token
+
+
+def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
+    """One token per forward, until `budget` tokens, a stop token, or the policy drafts again.
+
+    As in mlx-lm, the next forward always runs while a token is yielded. The draft of a probe runs
+    along; its cache is kept up from the backlog of features.
+    """
+    text.roll_back()
+    token, logprobs = step(text, text.anchor)
+    text.fed_pending()
+    depth = text.position
+    while budget > 0:
+        text.advance()
+        depth += 1
+        text.statistics.plain += 1
+        if budget == 1 or not policy.parked:
+            text.pending = token
+            yield token.item(), logprobs, False
+            return
+        if policy.probe_due(depth):
+            draft, _ = propose(text, token, policy)
+            policy.start_probe(draft)
+        started = time.perf_counter()
+        following = step(text, token)
+        read = token.item()
+        policy.plain_token(read, logprobs, started, depth)
+        text.rows = 1  # the token's own, as it is yielded
+        yield read, logprobs, False
+        if read in text.stops:
+            return
+        budget -= 1
+        token, logprobs = following
+
+
+def step(text: Text, token: mx.array) -> tuple[mx.array, mx.array]:
+    """A forward over one token [1]: the token after it [1] and its logprobs [V], both started.
+
+    The features are left to whoever takes them in: their layers are evaluated anyway.
+    """
+    logprobs = normalised(text.processed(text.feed(token)))
+    sampled, row = text.sampler(logprobs), logprobs.squeeze(0)
+    mx.async_eval(sampled, row)
+    return sampled, row

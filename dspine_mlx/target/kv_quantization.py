@@ -1,0 +1,47 @@
+"""mlx-lm's quantised KV caches, at the very step at which plain decoding starts to use them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from dspine_mlx.errors import InputError
+
+
+@dataclass
+class KVQuantization:
+    """mlx-lm's kv_bits, kv_group_size and quantized_kv_start.
+
+    mlx-lm quantises after each forward that leaves at least `start` rows in the caches. So does
+    this package, whose forwards may have several rows: see `width_limit`.
+    """
+
+    bits: int | None = None
+    group_size: int = 64
+    start: int = 5000
+
+    def check(self, cache: list[Any]) -> None:
+        if self.bits is not None and any(isinstance(c, RotatingKVCache) for c in cache):
+            raise InputError(
+                f"kv_bits is {self.bits}, but mlx-lm can't quantise rotating caches, which this "
+                "target's sliding windows or max_kv_size need; leave kv_bits out"
+            )
+
+    def apply(self, cache: list[Any]) -> None:
+        """Quantise the caches in the list if it is time. Call it after a forward, as mlx-lm does,
+        and at no other time: rows that were there before the first forward stay as they are."""
+        try:
+            maybe_quantize_kv_cache(cache, self.start, self.group_size, self.bits)
+        except ValueError as error:
+            raise InputError(
+                f"kv_bits {self.bits} in groups of {self.group_size} don't suit this target's "
+                f"heads: {error}"
+            ) from error
+
+    def width_limit(self, cache: list[Any], position: int) -> float:
+        """Rows that one forward may feed at this position, so that each of them sees caches as
+        plain decoding would have them."""
+        if self.bits is None or not any(isinstance(c, KVCache) for c in cache):
+            return float("inf")
+        return max(1, self.start - position)

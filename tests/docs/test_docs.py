@@ -118,7 +118,7 @@ def check_run(call: Call) -> None:
     drafter = call.params["output"] / "drafter"
     _, _, trained = dspine_mlx.load(DEMO / "target", drafter)
     assert trained is not None
-    assert type(trained).__name__.lower() == call.params["method"]
+    assert type(trained.network).__name__.lower() == call.params["method"]
 
 
 def check_regenerate(call: Call) -> None:

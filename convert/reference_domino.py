@@ -1,10 +1,9 @@
 """One round of Domino in NumPy float64, along a path; see `dspine_mlx.convert.reference`."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from dspine_mlx.convert.reference import (
+    Chain,
     Config,
     Head,
     Tensors,
@@ -19,13 +18,6 @@ from dspine_mlx.convert.reference import (
 )
 
 
-class Chain(NamedTuple):
-    path: list[int]  # M tokens
-    scores: np.ndarray  # [M, V] at each slot, after the tokens before it
-    base: np.ndarray  # [M, V] without the correction
-    states: np.ndarray  # [M, F] of the GRU that each slot saw
-
-
 def next_state(w: Weights, embedded: np.ndarray, s: np.ndarray) -> np.ndarray:
     r, z, n = np.split(w["prefix_gru.weight_ih_l0"] @ embedded, 3)
     hr, hz, hn = np.split(w["prefix_gru.weight_hh_l0"] @ s, 3)
@@ -36,19 +28,18 @@ def next_state(w: Weights, embedded: np.ndarray, s: np.ndarray) -> np.ndarray:
 def corrected(
     w: Weights, c: Config, target: Head, h: np.ndarray, anchor: int, path: list[int] | None = None
 ) -> Chain:
-    """Along a path, or along the greedy one; h: normalised states [M, d] of the proposing slots."""
+    """Along a path, or along the greedy one. h: normalised states [M, d] of the proposing slots."""
     base = base_logits(w, c, target, h)
     prefix = c.get("pure_draft_prefix_len", 0)
     s = next_state(w, target.embedding[anchor], np.zeros(w["prefix_gru.weight_hh_l0"].shape[1]))
-    taken, scores, states = [], base.copy(), []
+    taken, scores = [], base.copy()
     for k in range(len(h)):
-        states.append(s)
         if k >= prefix:
             x = w["embed_proj.0.weight"] @ np.concatenate([h[k], s])
             scores[k] += w["embed_proj.2.weight"] @ (x * sigmoid(x))
         taken.append(int(scores[k].argmax()) if path is None else path[k])
         s = next_state(w, target.embedding[taken[-1]], s)
-    return Chain(taken, scores, base, np.stack(states))
+    return Chain(taken, scores, base)
 
 
 def domino_round(

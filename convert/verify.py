@@ -1,30 +1,27 @@
 """Is a converted folder what its source is? One round in MLX against NumPy on the source."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from dspine_mlx.checkpoints.files import load_tensors
-from dspine_mlx.checkpoints.layouts import ENDS
-from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
-from dspine_mlx.checkpoints.transfer_space import SPACE
-from dspine_mlx.convert.reference import Head, dflash_round, dspark_round, dspine_round
+from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
+from dspine_mlx.convert.reference import Head
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
+from dspine_mlx.drafters.dflash import OWN_EMBEDDINGS
+from dspine_mlx.drafters.transfer_space import CODES, SPACE
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import assemble_drafter
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.target.model import Target
 
-ROUNDS = {
-    "dflash": dflash_round,
-    "dspark": dspark_round,
-    "dspark_gemma4": dspark_round,
-    "dspine": dspine_round,
-}
 TOKENS = 2048  # of the stand-in target that have rows; all others have zeros
 CONTEXT = 24  # positions before the anchor
 EXACT = 1e-4  # of the largest score: rounding in float32 stays below
@@ -118,7 +115,9 @@ class Source(Mapping[str, np.ndarray]):
 
 def verify(source: Checkpoint, converted: Path) -> Verification:
     """Propose one block with the converted drafter in float32, and score its candidates in float64
-    from the source's own tensors."""
+    from the source's own tensors, by the method's own reference."""
+    if source.method.reference is None:
+        raise InputError(f"{source.method.title} has no round in float64 to verify with")
     ours = open_checkpoint(converted)
     if SPACE[0] in ours.sources:
         raise InputError(
@@ -129,22 +128,43 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
     drafter = assemble_drafter(ours, target)
     size = drafter.network.feature_size
     features = np.random.default_rng(1).normal(size=(CONTEXT, size)).astype(np.float32)
-    proposal = drafter.propose(
-        target.anchor, mx.array(features)[None], drafter.make_cache()
-    ).ranked()
-    dropped = {n for end in ENDS if end not in ours.sources for n in source.sources.get(end, ())}
+    rows = mx.array(features)[None]
+    proposal = drafter.propose(target.anchor, rows, drafter.make_cache())
+    dropped = {
+        name
+        for path in OWN_EMBEDDINGS
+        if path not in ours.sources
+        for name in source.sources.get(path, ())
+    }
     weights: dict[str, np.ndarray] | Source = Source(source, dropped)
     if CODES in ours.sources and CODES not in source.sources:
         weights = {**weights, "transfer_codes": np.array(ours.arrays([CODES])[CODES])}
-    wanted = ROUNDS[source.layout.method](
-        weights, source.raw, target.numpy, features, target.anchor, np.array(proposal.candidates)
-    )
-    pairs = [(proposal.first, wanted.first), (proposal.transitions, wanted.transitions)]
-    if proposal.confidence is not None and wanted.confidence is not None:
-        pairs.append((proposal.confidence, wanted.confidence))
+    given = (weights, source.raw, target.numpy, features, target.anchor)
+    pairs = differences(proposal, partial(resolve_name(source.method.reference), *given))
     difference = max(float(np.abs(np.array(a) - b).max(initial=0)) for a, b in pairs)
-    scale = float(np.abs(wanted.transitions).max(initial=1))
+    scale = float(np.abs(pairs[-1][1]).max(initial=1))
     return Verification(difference, scale, stored_as(source, ours))
+
+
+def differences(
+    proposal: AnyProposal, reference: Callable[..., Any]
+) -> list[tuple[mx.array, np.ndarray]]:
+    """What a proposal holds and what the reference has in its place, the scores last: a table as a
+    whole, a chain along its greedy path."""
+    if isinstance(proposal, ChainProposal):
+        ((path, _),) = proposal.paths([mx.zeros(proposal.candidates.shape)], 1.0)
+        tokens = proposal.tokens
+        wanted = reference(path=tokens[path].tolist())
+        pairs = [(proposal.scores_on(path), wanted.scores[:, np.array(tokens)])]
+        confidence = proposal.confidence_on(path)
+    else:
+        proposal = proposal.ranked()
+        wanted = reference(candidates=np.array(proposal.candidates))
+        pairs = [(proposal.first, wanted.first), (proposal.transitions, wanted.transitions)]
+        confidence = proposal.confidence
+    if confidence is not None and wanted.confidence is not None:
+        pairs.insert(0, (confidence, wanted.confidence))
+    return pairs
 
 
 def stored_as(source: Checkpoint, ours: Checkpoint) -> bool:

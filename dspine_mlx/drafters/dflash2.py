@@ -13,8 +13,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.config import DrafterConfig, flatten
-from dspine_mlx.drafters.dflash import DFlash, DraftLayer
+from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash, DraftLayer
+from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.drafters.top_k import rank
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
@@ -184,3 +186,60 @@ class DFlash2(DFlash):
         after = lookup_all(selector.after(before, states))
         table = markov_scores(base, after, selector.successors(tokens), kernels)
         return Proposal(tokens, table[0, 0], table[1:])
+
+
+# speculators' class defaults of what its config.json may leave out
+SPECULATORS_DEFAULTS = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+    "sliding_window_non_causal": True,
+}
+
+
+def read_speculators_dflash2(config: Config, shapes: Shapes) -> dict[str, Any]:
+    """See `read_speculators`. Only the whole vocabulary is drafted from."""
+    stated = {key: value for key, value in config.items() if value is not None}
+    flat = read_speculators(SPECULATORS_DEFAULTS | stated, shapes)
+    return flat | {"draft_vocab_size": stated.get("draft_vocab_size")}
+
+
+CONVOLUTIONS = same(
+    "layers.{i}.attention_conv.base_kernel",
+    "layers.{i}.attention_conv.kernel_projection.weight",
+    "layers.{i}.mlp_conv.base_kernel",
+    "layers.{i}.mlp_conv.kernel_projection.weight",
+)
+SELECTOR = {
+    "candidate_selector.predecessor_codebook": "candidate_selector.predecessor_codebook.weight",
+    "candidate_selector.successor_codebook": "candidate_selector.successor_codebook.weight",
+} | same(
+    "candidate_selector.hidden_projection.weight",
+    "candidate_selector.predecessor_codebook.weight",  # in copies that others have converted
+    "candidate_selector.successor_codebook.weight",
+)
+NAMES = BACKBONE | CONVOLUTIONS | SELECTOR
+
+METHOD = Method(
+    name="dflash2",
+    title="DFlash2",
+    config=DFlash2Config,
+    network=DFlash2,
+    layouts=(
+        Layout("DFlash2, speculators", NAMES, read_speculators_dflash2, is_speculators),
+        Layout("DFlash2, z-lab", NAMES, read_flat),
+    ),
+    large=LARGE,
+    architectures=(
+        "DFlash2DraftModel",
+        "DFlash2BeamDraftModel",
+        "Qwen3DFlash2DraftModel",
+        "DFlash2Qwen3ForCausalLM",
+    ),
+    speculators="dflash2",
+    projectors=("dflash2",),
+    marks=("candidate_selector.", "attention_conv.", "mlp_conv."),
+    required="candidate_selector.",
+    reference="dspine_mlx.convert.reference_dflash2:dflash2_round",
+)

@@ -5,7 +5,6 @@ The state needs the whole path, so there is no table of pairs: slots are scored 
 pool of tokens that the block shares.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,9 @@ from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.chain import ChainProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash
+from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
+from dspine_mlx.drafters.settings import read_flat, section
 from dspine_mlx.drafters.top_k import scale_scores
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
@@ -31,17 +32,6 @@ class DominoConfig(DrafterConfig):
     gru_hidden_dim: int = 1024  # F
     pure_draft_prefix_len: int = 0  # p: the first p proposals are the backbone's own
     shift_label: bool = False
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> "DominoConfig":
-        flat = flatten(config)
-        stated = config.get("emb_dim")
-        if stated is not None and stated != flat["emb_dim"]:
-            raise InputError(
-                f"emb_dim is {stated!r} in config.json but {flat['emb_dim']!r} in its "
-                "dflash_config; they must agree"
-            )
-        return super().from_dict(flat)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "first_slot", 0 if self.shift_label else 1)
@@ -149,3 +139,44 @@ class Domino(DFlash):
         anchor = mx.array(anchor)
         states = self.backbone(anchor, features, cache, target)[: self.config.num_proposals]
         return DominoProposal(self, states, anchor, target)
+
+
+def read_domino(config: Config, shapes: Shapes) -> dict[str, Any]:
+    """See `read_flat`. Some configs state emb_dim twice."""
+    stated, nested = config.get("emb_dim"), section(config, "dflash_config").get("emb_dim")
+    if stated is not None and nested is not None and stated != nested:
+        raise InputError(
+            f"emb_dim is {stated!r} in config.json but {nested!r} in its dflash_config; they must "
+            "agree"
+        )
+    return read_flat(config, shapes)
+
+
+def remarks(config: Config) -> tuple[str, ...]:
+    if OURS in config or "shift_label" in flatten(config):
+        return ()
+    return ("shift_label is absent: taken for false, so that the first mask's slot proposes first",)
+
+
+OURS = "dspine_mlx"  # the section of a converted config.json, whose fields are all resolved
+HEAD = same(
+    "prefix_gru.weight_ih_l0",
+    "prefix_gru.weight_hh_l0",
+    "embed_proj.{i}.weight",  # 0: W_1, 2: W_2
+)
+NESTED_HEAD = {f"logit_head.{name}": path for name, path in HEAD.items()}
+
+METHOD = Method(
+    name="domino",
+    title="Domino",
+    config=DominoConfig,
+    network=Domino,
+    layouts=(Layout("Domino, SpecForge", BACKBONE | HEAD | NESTED_HEAD, read_domino),),
+    large=LARGE,
+    architectures=("DominoDraftModel",),
+    projectors=("domino",),
+    marks=("prefix_gru.", "embed_proj."),
+    required="prefix_gru.",
+    remarks=remarks,
+    reference="dspine_mlx.convert.reference_domino:domino_round",
+)

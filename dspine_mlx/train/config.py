@@ -87,10 +87,3 @@ def ramp(x: float, start: float, end: float, first: float, last: float) -> float
     if x >= end:
         return last
     return first + (last - first) * max(0.0, x - start) / (end - start)
-
-
-LOSSES = {
-    "dflash": LossConfig(ce_weight=1.0),
-    "dspark": LossConfig(position_decay=4.0),
-    "dspine": LossConfig(),
-}

@@ -1,6 +1,7 @@
 """Domino against a float64 evaluation in NumPy, known figures, and the walk over its pool."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,18 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspine_mlx.checkpoints.files import read_tensors
+from dspine_mlx.convert.conversion import convert
 from dspine_mlx.convert.reference import Config, Head, Tensors, Weights
 from dspine_mlx.convert.reference_domino import corrected, domino_round
+from dspine_mlx.convert.report import report
 from dspine_mlx.drafters import domino
 from dspine_mlx.drafters.chain import shared_pool
 from dspine_mlx.drafters.domino import Domino, DominoConfig, DominoProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
+from dspine_mlx.load import load_drafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import select
 from dspine_mlx.target.model import Target
-from tests.support.checkpoints import Shape, random_features, tiny_target
-from tests.support.dflash2 import fill
+from tests.support.checkpoints import Shape, random_features, save, tiny_target
+from tests.support.dflash2 import LARGE, fill
 from tests.support.domino import Sizes, domino_specforge
 
 KNOWN_ANCHOR = 7
@@ -251,7 +256,6 @@ def test_evidence_is_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"shift_label": "yes"}, "shift_label is 'yes' in the drafter's config.json; it must be bool"),
     ({"shift_label": 1}, "shift_label is 1"),
-    ({"emb_dim": 7}, "emb_dim is 6 in config.json but 7 in its dflash_config"),
     ({"gru_hidden_dim": 0}, "gru_hidden_dim is 0; it must be 1 or above"),
     ({"pure_draft_prefix_len": -1}, "pure_draft_prefix_len is -1"),
     ({"block_size": 1}, "block_size"),
@@ -265,3 +269,32 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], messag
     config["dflash_config"] |= changes
     with pytest.raises(InputError, match=message):
         DominoConfig.from_dict(config)
+
+
+def test_a_width_stated_twice_must_agree(tmp_path: Path) -> None:
+    config, weights = domino_specforge(emb_dim=7)
+    with pytest.raises(InputError, match="emb_dim is 7 in config.json but 6 in its dflash_config"):
+        convert(save(tmp_path / "source", config, weights), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("shift", "told"), [(None, True), (False, False), (True, False)])
+def test_an_absent_shift_is_told(shift: bool | None, told: bool, tmp_path: Path) -> None:
+    folder = save(tmp_path / "source", *domino_specforge(shift=shift))
+    facts = report(folder)
+    assert facts["first_slot"] == (0 if shift else 1)
+    assert facts["proposals"] == Shape().B - 1
+    assert any("shift_label is absent" in note for note in facts["notes"]) == told
+    convert(folder, tmp_path / "out")
+    assert report(tmp_path / "out")["first_slot"] == facts["first_slot"]
+
+
+def test_only_the_large_matrices_are_packed(tmp_path: Path) -> None:
+    shape = Shape(H=64, I=64, hd=16)
+    source = save(tmp_path / "source", *domino_specforge(shape))
+    convert(source, tmp_path / "out", quantize=True)
+    packed = {n.removesuffix(".scales") for n in read_tensors(tmp_path / "out") if "scales" in n}
+    assert packed == {"fc", *(f"layers.{i}.{name}" for i in range(2) for name in LARGE)}
+    model, _ = tiny_target(shape)
+    drafter = load_drafter(tmp_path / "out", model)
+    assert len(select(propose(drafter, random_features(shape, 4), 3)).tokens) == shape.B - 1

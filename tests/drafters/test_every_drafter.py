@@ -200,7 +200,7 @@ def test_a_drafter_that_knows_is_believed(
     tokens = rounds = 0
     for n in range(6):
         prompt = prompt_for(bigram, 4 + n)
-        options = {} if sampler is None else {"sampler": sampler}
+        options: dict[str, Any] = {} if sampler is None else {"sampler": sampler}
         last = list(
             dspine_mlx.stream_generate(
                 bigram, tokenizer, prompt, drafter, max_tokens=40, verify_length=5, **options

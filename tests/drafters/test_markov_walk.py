@@ -158,9 +158,7 @@ def tokens_per_round(
 def test_a_head_that_is_stronger_than_its_backbone_is_heard(
     temp: float, tokenizer: TokenizerWrapper
 ) -> None:
-    """Rounds of a pool of an eighth of the vocabulary, on a pair whose backbone knows how frequent
-    tokens are while its head knows what follows what: nearly those of the whole vocabulary. Rounds of
-    the base's 16 best fall far behind."""
+    """On a pair whose backbone knows how frequent tokens are, and whose head what follows what."""
     target = bigram_target(4096, spread=6.0)
     lengths = {
         name: tokens_per_round(target, tokenizer, knowing_dspark(target, 0.2, **changes), temp)

@@ -13,10 +13,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.drafters.config import DSparkConfig, DSpineConfig
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.dspark import DSpark, DSparkConfig
+from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.load import DEMO
 from dspine_mlx.metal.inject import GATED_MESSAGE, RESIDUAL_WRITE
 from dspine_mlx.metal.kernel import Arrays, Kernel, Kernels

@@ -7,11 +7,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
-from dspine_mlx.drafters.config import DSparkConfig
 from dspine_mlx.drafters.dflash2 import DFlash2, DFlash2Config
 from dspine_mlx.drafters.domino import Domino, DominoConfig
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark
+from dspine_mlx.drafters.dspark import DSpark, DSparkConfig
 from dspine_mlx.target.model import Target
 from tests.support.tiny import HIDDEN as D
 from tests.support.tiny import LAYERS, MASK, drafter_config, randomise
@@ -21,11 +20,14 @@ VOICE = 0.2  # of these, in the backbone's logits, where they are of no use
 LINEAR = 1e-2  # numbers this small pass through tanh as they are
 
 
-def bigram_target(vocab_size: int, spread: float = 3.0, seed: int = 0) -> nn.Module:
+def bigram_target(
+    vocab_size: int, spread: float = 3.0, frequency: float = 1.0, seed: int = 0
+) -> nn.Module:
     """Logits head[v] . embed[u] after u: its layers add nothing.
 
     The first entry of every embedding is 1, so the first column of the head says how frequent a
-    token is on the whole, as 1 / rank in a random order; the others make logits differ by `spread`.
+    token is on the whole: rank ** -frequency, in a random order. The others make logits differ by
+    `spread`.
     """
     args = qwen3.ModelArgs(
         model_type="qwen3",
@@ -53,7 +55,7 @@ def bigram_target(vocab_size: int, spread: float = 3.0, seed: int = 0) -> nn.Mod
     head.weight = head.weight * (spread / (head.weight @ embed.weight[: 2 * D].T).std())
     embed.weight[:, 0] = 1
     order = mx.random.permutation(vocab_size, key=mx.random.key(seed))
-    head.weight[:, 0] = -mx.log(1 + order.astype(mx.float32))
+    head.weight[:, 0] = -frequency * mx.log(1 + order.astype(mx.float32))
     model.model.norm.weight = mx.ones((D,))
     mx.eval(model.parameters())
     return model

@@ -21,6 +21,9 @@ class Sizes:
 
 
 SHAPE, SIZES = Shape(), Sizes()
+LARGE = tuple(f"self_attn.{n}_proj" for n in "qkvo") + tuple(  # of a layer, packed by --quantize
+    f"mlp.{n}_proj" for n in ("gate", "up", "down")
+)
 
 
 def convolutions(m: Maker, sizes: Sizes) -> Weights:

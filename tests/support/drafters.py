@@ -5,11 +5,10 @@ from typing import Any
 
 import mlx.nn as nn
 
-from dspine_mlx.drafters.config import DSparkConfig
 from dspine_mlx.drafters.dflash2 import DFlash2, DFlash2Config
 from dspine_mlx.drafters.domino import Domino, DominoConfig
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark
+from dspine_mlx.drafters.dspark import DSpark, DSparkConfig
 from dspine_mlx.target.model import Target
 from tests.support.tiny import drafter_config, randomise, tiny_dflash, tiny_dspine
 

@@ -4,7 +4,7 @@ A block is the anchor x_0 followed by masks. The target's features of all positi
 anchor enter every draft layer as extra keys and values, kept in a cache from round to round.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
 
 import mlx.core as mx
@@ -117,7 +117,13 @@ class DraftLayer(nn.Module):
         self, x: mx.array, normed: mx.array, context: mx.array, cache: KVCache
     ) -> mx.array:
         """x: [1, B, d], and normed = input_layernorm(x), which the caller may get more cheaply."""
-        h = x + self.self_attn(normed, context, cache)
+        return self.around(lambda rows: self.self_attn(rows, context, cache), x, normed)
+
+    def around(
+        self, attend: Callable[[mx.array], mx.array], x: mx.array, normed: mx.array
+    ) -> mx.array:
+        """The layer with its attention given as a function of rows [..., B, d]."""
+        h = x + attend(normed)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 

@@ -4,7 +4,7 @@ The checkpoints are z-lab's and incoai's; https://inco.ai/blog/dflash2/ states t
 scores its K best tokens after the token before it, which gives a K x K table as in DSpine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,11 +119,11 @@ class DFlash2Layer(DraftLayer):
         self.attention_conv = BlockConvolution(config)
         self.mlp_conv = BlockConvolution(config)
 
-    def __call__(
-        self, x: mx.array, normed: mx.array, context: mx.array, cache: KVCache
+    def around(
+        self, attend: Callable[[mx.array], mx.array], x: mx.array, normed: mx.array
     ) -> mx.array:
         kernels = self.attention_conv.kernels(normed)
-        attended = self.self_attn(convolve(kernels[..., 0, :, :], normed), context, cache)
+        attended = attend(convolve(kernels[..., 0, :, :], normed))
         h = x + convolve(kernels[..., 1, :, :], attended)
         normed = self.post_attention_layernorm(h)
         kernels = self.mlp_conv.kernels(normed)
@@ -242,4 +242,5 @@ METHOD = Method(
     marks=("candidate_selector.", "attention_conv.", "mlp_conv."),
     required="candidate_selector.",
     reference="dspine_mlx.convert.reference_dflash2:dflash2_round",
+    objective="dspine_mlx.train.objectives.dflash2:OBJECTIVE",
 )

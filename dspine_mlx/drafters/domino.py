@@ -179,4 +179,5 @@ METHOD = Method(
     required="prefix_gru.",
     remarks=remarks,
     reference="dspine_mlx.convert.reference_domino:domino_round",
+    objective="dspine_mlx.train.objectives.domino:OBJECTIVE",
 )

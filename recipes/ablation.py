@@ -219,7 +219,7 @@ def table(folder: Path, names: list[str]) -> str:
     """Variants in Markdown, from the results that are there."""
     lines = [
         "| | seeds | greedy | T = 1 | greedy, against DSpine | prompt lookup: greedy, T = 1 | "
-        "CPU-minutes a run |",
+        "CPU minutes per run |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     records = results(folder)

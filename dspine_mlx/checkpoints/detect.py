@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.method import Layout, Method
@@ -10,7 +10,6 @@ from dspine_mlx.drafters.settings import section
 from dspine_mlx.errors import InputError
 
 Config = Mapping[str, Any]
-T = TypeVar("T")
 
 OURS = "dspine_mlx"  # the section that marks a converted folder
 SCHEMA = 1
@@ -24,8 +23,8 @@ class Unsupported:
     title: str
     reason: str
     architectures: tuple[str, ...] = ()
-    speculators: str | None = None
-    projectors: tuple[str, ...] = ()
+    speculators_model_type: tuple[str, ...] = ()
+    projector_type: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
 
@@ -57,7 +56,7 @@ UNSUPPORTED = (
         "LiLiCorr",
         "its correlation head over candidates is not supported",
         ("LiLiCorrDraftModel",),
-        projectors=("lilicorr",),
+        projector_type=("lilicorr",),
         keys=("dflash_config.lilicorr_enabled", "dflash_config.lilicorr_candidate_topk"),
         marks=("lilicorr",),
     ),
@@ -66,12 +65,13 @@ UNSUPPORTED = (
             title,
             "its head is not supported",
             (f"{title.replace('-', '')}DraftModel",),
-            projectors=tuple({projector, projector.replace("-", "_")}),
+            projector_type=tuple({projector, projector.replace("-", "_")}),
         )
         for projector, title in EXPERIMENTS.items()
     ),
 )
-Kinds = tuple[Method | Unsupported, ...]  # that share a sign
+Kinds = tuple[Method | Unsupported, ...]
+Signs = list[tuple[str, Kinds]]  # what says it, and the kinds that it may be said of
 
 
 def detect(config: Config, names: Collection[str]) -> tuple[Method, Layout]:
@@ -83,11 +83,10 @@ def detect(config: Config, names: Collection[str]) -> tuple[Method, Layout]:
     if OURS in config:
         return converted(config)
     says, holds = claimed(inner), held(names)
-    signs = [*says.values(), *holds.values()]
-    for kind in (kinds[0] for kinds in signs):
-        if isinstance(kind, Unsupported):
-            raise InputError(f"this is a checkpoint of {kind.title}: {kind.reason}")
-    fitting = [m for m in METHODS.values() if all(m in kinds for kinds in signs)]
+    for _, (first, *_) in says + holds:
+        if isinstance(first, Unsupported):
+            raise InputError(f"this is a checkpoint of {first.title}: {first.reason}")
+    fitting = [m for m in METHODS.values() if all(m in kinds for _, kinds in says + holds)]
     if not fitting:
         raise InputError(
             f"config.json says {listed(says)}, the tensors are those of {listed(holds)}; "
@@ -96,8 +95,12 @@ def detect(config: Config, names: Collection[str]) -> tuple[Method, Layout]:
     check_backbone(names)
     method = fitting[0]
     layout = next((x for x in method.layouts if x.recognise(config, names)), method.layouts[-1])
-    if method.required is not None and not layout.by_shape:
-        check_required(method, layout, holds)
+    required = method.required
+    if required and not layout.by_shape and not any(required in name for name in names):
+        wanted = ", ".join(name for name in layout.names if required in name)
+        raise InputError(
+            f"config.json says {method.title} but no tensor is named {required}*; expected {wanted}"
+        )
     return method, layout
 
 
@@ -110,29 +113,32 @@ def converted(config: Config) -> tuple[Method, Layout]:
             f"this folder has schema {schema!r}, this version reads {SCHEMA}; "
             "convert the checkpoint again"
         )
-    method = known("dspine_mlx.method", own.get("method"), METHODS)
-    return method, method.converted
+    name = own.get("method")
+    if not isinstance(name, str) or name not in METHODS:
+        raise InputError(f"dspine_mlx.method is {name!r}; {', '.join(METHODS)} are known")
+    return METHODS[name], METHODS[name].converted
 
 
-def kinds() -> Kinds:
+def all_kinds() -> Kinds:
     return (*METHODS.values(), *UNSUPPORTED)
 
 
 def with_sign(field: str, value: str) -> Kinds:
-    """The methods that have a value in one of their fields of signs."""
-    return tuple(kind for kind in kinds() if value in (vars(kind)[field] or ()))
+    """The kinds that have a value in one of their fields of signs, methods first."""
+    return tuple(kind for kind in all_kinds() if value in vars(kind)[field])
 
 
-def claimed(config: Config) -> dict[str, Kinds]:
-    """What the config says: {key that says it: methods}."""
-    says: dict[str, Kinds] = {}
+def values_of(field: str) -> list[str]:
+    """All values of a field of signs, each once."""
+    return list(dict.fromkeys(value for kind in all_kinds() for value in vars(kind)[field]))
+
+
+def claimed(config: Config) -> Signs:
+    """What the config says, by the keys that say it."""
+    says: Signs = []
     stated = config.get("speculators_model_type")
     if stated is not None:
-        types: dict[str, Kinds] = {}
-        for kind in kinds():
-            if kind.speculators is not None:
-                types.setdefault(kind.speculators, (kind,))
-        says["speculators_model_type"] = known("speculators_model_type", stated, types)
+        says.append(("speculators_model_type", known("speculators_model_type", stated)))
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise InputError(f"architectures is {architectures!r}; it must be a list of names")
@@ -140,40 +146,34 @@ def claimed(config: Config) -> dict[str, Kinds]:
         found = with_sign("architectures", name)
         # vLLM's names for speculators' heads fit several methods: the type beside them decides
         if found and (stated is None or isinstance(found[0], Unsupported)):
-            says[name] = found
-    for key in dict.fromkeys(key for kind in kinds() for key in kind.keys):
+            says.append((name, found))
+    for key in values_of("keys"):
         *path, last = key.split(".")
         if last in (section(config, path[0]) if path else config):
-            says[key] = with_sign("keys", key)
+            says.append((key, with_sign("keys", key)))
     projector = section(config, "dflash_config").get("projector_type")
     if projector is not None:
-        types = {
-            name: with_sign("projectors", name) for kind in kinds() for name in kind.projectors
-        }
-        says["dflash_config.projector_type"] = known("projector_type", projector, types)
+        says.append(("dflash_config.projector_type", known("projector_type", projector)))
     return says
 
 
-def known(key: str, value: Any, table: Mapping[str, T]) -> T:
-    if not isinstance(value, str) or value not in table:
-        raise InputError(f"{key} is {value!r}; {', '.join(table)} are known")
-    return table[value]
+def known(key: str, value: Any) -> Kinds:
+    """The kinds that a stated value is a sign of; `InputError` if there are none."""
+    values = values_of(key)
+    if not isinstance(value, str) or value not in values:
+        raise InputError(f"{key} is {value!r}; {', '.join(values)} are known")
+    return with_sign(key, value)
 
 
-def held(names: Collection[str]) -> dict[str, Kinds]:
-    """What the tensors are: {a tensor with a mark: the methods that have the mark}."""
-    found: dict[str, Kinds] = {}
-    for mark in dict.fromkeys(mark for kind in kinds() for mark in kind.marks):
-        name = next((name for name in names if mark in name), None)
-        if name is not None:
-            found[name] = with_sign("marks", mark)
-    return found
+def held(names: Collection[str]) -> Signs:
+    """What the tensors are, by one tensor for each mark."""
+    found = ((mark, next((n for n in names if mark in n), None)) for mark in values_of("marks"))
+    return [(name, with_sign("marks", mark)) for mark, name in found if name is not None]
 
 
-def listed(signs: Mapping[str, Kinds]) -> str:
-    return ", ".join(f"{kinds[0].title} ({key})" for key, kinds in signs.items()) or (
-        "no method of its own"
-    )
+def listed(signs: Signs) -> str:
+    named = [f"{kinds[0].title} ({what})" for what, kinds in signs]
+    return ", ".join(named) or "no method of its own"
 
 
 def check_backbone(names: Collection[str]) -> None:
@@ -184,13 +184,4 @@ def check_backbone(names: Collection[str]) -> None:
         raise InputError(
             "this is no drafter of a known layout: expected fc.weight, hidden_norm.weight and "
             f"layers.0.self_attn.*, found {len(names)} tensors: {', '.join(sorted(names)[:6])} ..."
-        )
-
-
-def check_required(method: Method, layout: Layout, holds: Mapping[str, Kinds]) -> None:
-    if method.required is not None and not any(method.required in name for name in holds):
-        wanted = [name for name in layout.names if method.required in name]
-        raise InputError(
-            f"config.json says {method.title} but no tensor is named {method.required}*; expected "
-            f"{', '.join(wanted)}"
         )

@@ -285,8 +285,8 @@ METHOD = Method(
     large=LARGE,
     # DFlashDraftModel is no sign: Tencent's DSpine says it too.
     architectures=("DFlashSpeculator",),
-    speculators="dflash",
-    projectors=("dflash",),
+    speculators_model_type=("dflash",),
+    projector_type=("dflash",),
     reference="dspine_mlx.convert.reference:dflash_round",
     objective="dspine_mlx.train.objectives.dflash:OBJECTIVE",
 )

@@ -158,7 +158,7 @@ def bias(mixed: mx.array, successors: mx.array) -> mx.array:
 
 
 class ConfidenceHead(nn.Module):
-    """c_t = sigmoid(w [h_t; w1[u]] + b), the chance that slot t stands given that t - 1 did."""
+    """c_t = sigmoid(w [h_t; w1[u]] + b), the chance that slot t is accepted if t - 1 is."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -307,8 +307,8 @@ METHOD = Method(
         "Lfm2DSparkDraftModel",
         "DSparkSpeculator",
     ),
-    speculators="dspark",
-    projectors=("dspark",),
+    speculators_model_type=("dspark",),
+    projector_type=("dspark",),
     marks=MARKS,
     fill=heads_from_tensors,
     reference="dspine_mlx.convert.reference:dspark_round",

@@ -232,7 +232,7 @@ METHOD = Method(
     ),
     large=LARGE,  # drafts are sensitive to injections, which are small
     architectures=("DSpineDraftModel",),
-    projectors=("dspine",),
+    projector_type=("dspine",),
     keys=("dspine_config", f"dflash_config.{BRIDGE}"),
     marks=("injection.",),
     required="injection.",

@@ -63,8 +63,8 @@ class Method:
     """One entry of `dspine_mlx.drafters.METHODS`.
 
     A checkpoint is recognised by signs: what its config.json says (architectures,
-    speculators_model_type, projector_type, keys) and names of its tensors (marks). All signs must
-    agree; of the methods that have them all the first registered one is taken.
+    speculators_model_type, projector_type, other keys) and names of its tensors (marks). All signs
+    must agree; of the methods that have them all the first registered one is taken.
     """
 
     name: str  # in commands and in converted folders
@@ -77,8 +77,8 @@ class Method:
     large: tuple[str, ...]  # parameters that --quantize packs; what is not named stays exact
 
     architectures: tuple[str, ...] = ()
-    speculators: str | None = None  # speculators_model_type
-    projectors: tuple[str, ...] = ()  # dflash_config.projector_type
+    speculators_model_type: tuple[str, ...] = ()
+    projector_type: tuple[str, ...] = ()  # of dflash_config
     keys: tuple[str, ...] = ()  # of config.json, as "section.key"
     marks: tuple[str, ...] = ()  # parts of tensor names
     required: str | None = None  # the mark without which a config that says this method is wrong

@@ -2,7 +2,7 @@
 context strictly before its anchor, and itself.
 
 S sequences of n tokens, A blocks each, B slots a block of which M make proposals; proposal i of the
-block at anchor a (i = 0 .. M - 1) stands for token a + 1 + i, whose predecessor is token a + i.
+block at anchor a (i = 0 .. M - 1) proposes token a + 1 + i, whose predecessor is token a + i.
 """
 
 from collections.abc import Callable

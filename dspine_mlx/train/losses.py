@@ -32,7 +32,7 @@ class LossRows(NamedTuple):
     loss: mx.array  # [R]
     ce: mx.array  # [R] of the base logits, against the text
     agree: mx.array  # [R] bool: the drafter's best token is the target's
-    overlap: mx.array  # [R] sum over v of min(p, q): the chance that a sampled draft stands
+    overlap: mx.array  # [R] sum over v of min(p, q): the chance that a sampled draft is accepted
 
 
 def drafter_loss(
@@ -80,8 +80,8 @@ def draft_ids(drafter: Drafter, tokens: mx.array) -> mx.array:
     return places[tokens]
 
 
-class Laws(NamedTuple):
-    """The target's law and the drafter's, of R rows over the tokens that the drafter proposes."""
+class Distributions(NamedTuple):
+    """The target's p and the drafter's q of R rows, over the tokens that the drafter proposes."""
 
     p: mx.array  # [R, V]; of a reduced vocabulary [R, Vd], which does not add up to 1
     q: mx.array  # the same
@@ -119,7 +119,7 @@ def cross_entropy(logits: mx.array, lse: mx.array, labels: mx.array) -> mx.array
     return mx.where(labels < logits.shape[-1], ce, 0)
 
 
-def laws(drafter: Drafter, hidden: mx.array, own: mx.array) -> Laws:
+def distributions(drafter: Drafter, hidden: mx.array, own: mx.array) -> Distributions:
     """From the target's last states [R, d] and the drafter's own logits."""
     head = drafter.verifier.head(hidden.astype(drafter.verifier.dtype))
     p = mx.stop_gradient(mx.softmax(scale_scores(head, drafter.config), axis=-1))
@@ -127,7 +127,7 @@ def laws(drafter: Drafter, hidden: mx.array, own: mx.array) -> Laws:
     if "d2t" in drafter.network:
         p = p[:, drafter.network.d2t]
         outside = 1 - p.sum(axis=-1)
-    return Laws(p, *softmax(own), own, best, outside)
+    return Distributions(p, *softmax(own), own, best, outside)
 
 
 def all_logits(drafter: Drafter, states: mx.array) -> mx.array:
@@ -144,13 +144,13 @@ def softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return powers / total, (top + mx.log(total))[:, 0]
 
 
-def acceptance_length(weights: mx.array, stands: mx.array) -> tuple[mx.array, mx.array]:
+def acceptance_length(weights: mx.array, accepted: mx.array) -> tuple[mx.array, mx.array]:
     """Sum over blocks of the expected tokens of a round, the target's own included, and the blocks.
 
-    stands [S, A, M]: the chance that slot t stands given that the slots before it did; weights > 0
+    accepted [S, A, M]: the chance that slot t is accepted if the slots before it are; weights > 0
     mark the proposals inside the text.
     """
     inside = weights > 0
-    survival = mx.cumprod(mx.where(inside, stands.astype(mx.float32), 0), axis=-1)
+    survival = mx.cumprod(mx.where(inside, accepted.astype(mx.float32), 0), axis=-1)
     blocks = inside.any(axis=-1)
     return blocks.sum() + survival.sum(), blocks.sum()

@@ -22,6 +22,8 @@ from tests.support.checkpoints import (
     speculators,
 )
 
+pytestmark = pytest.mark.slow
+
 runner = CliRunner()
 
 

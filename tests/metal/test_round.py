@@ -25,6 +25,8 @@ from dspine_mlx.target.model import Target
 from tests.support.metal_device import KERNELS, METAL, emulator, needs_device
 from tests.support.tiny import drafter_config, randomise
 
+pytestmark = pytest.mark.slow
+
 VIEWS = {  # primitives of a graph that launch nothing
     *("Slice", "Reshape", "Transpose", "Broadcast", "Squeeze", "ExpandDims"),
     *("Flatten", "Unflatten"),

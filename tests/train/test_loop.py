@@ -29,6 +29,8 @@ from tests.support.checkpoints import Shape
 from tests.support.tiny import random_prompt, tiny_dspine, tiny_target
 from tests.train.test_blocks import fresh
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainConfig(steps=6, batch_size=4, num_anchors=4, learning_rate=1e-3, save_every=3)
 
 

@@ -11,7 +11,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import Batch, Inputs, States
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import LossRows, Schedule, all_logits, draft_ids, laws
+from dspine_mlx.train.losses import LossRows, Schedule, all_logits, distributions, draft_ids
 
 DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
 Rows = list[mx.array]
@@ -50,9 +50,9 @@ class Objective:
     ) -> LossRows:
         """The loss of R rows; arrays: what rows share, then what each has, flat."""
         hidden, labels, base = arrays
-        law = laws(drafter, hidden, all_logits(drafter, base))
-        ce = law.cross_entropy(labels)
-        return LossRows(law.distribution_loss(ce, alpha, config), ce, law.agree, law.overlap)
+        pq = distributions(drafter, hidden, all_logits(drafter, base))
+        ce = pq.cross_entropy(labels)
+        return LossRows(pq.distribution_loss(ce, alpha, config), ce, pq.agree, pq.overlap)
 
     def alignment(
         self, drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig

@@ -11,7 +11,7 @@ from dspine_mlx.drafters.top_k import top_k
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import Batch, States
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import LossRows, all_logits, laws
+from dspine_mlx.train.losses import LossRows, all_logits, distributions
 from dspine_mlx.train.objectives.dflash import Objective, Rows
 from dspine_mlx.train.objectives.dspine import candidate_loss
 
@@ -52,19 +52,19 @@ class DFlash2Objective(Objective):
         successors, hidden, labels, base, after = arrays
         network: DFlash2 = drafter.network
         selectable = network.config.num_selectable
-        law = laws(drafter, hidden, all_logits(drafter, base))
-        ce = law.cross_entropy(labels)
-        logits = mx.stop_gradient(law.logits[:, :selectable])
+        pq = distributions(drafter, hidden, all_logits(drafter, base))
+        ce = pq.cross_entropy(labels)
+        logits = mx.stop_gradient(pq.logits[:, :selectable])
         candidates = mx.stop_gradient(top_k(logits, drafter.config.top_k)[0])
         affinity = (successors[candidates] @ after[..., None])[..., 0]
-        scores = mx.take_along_axis(law.logits, candidates, axis=-1) + affinity
-        p = mx.take_along_axis(law.p, candidates, axis=-1)
+        scores = mx.take_along_axis(pq.logits, candidates, axis=-1) + affinity
+        p = mx.take_along_axis(pq.p, candidates, axis=-1)
         own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
         first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
         best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
         overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-        loss = law.distribution_loss(ce, alpha, config) + config.refined_weight * own
-        return LossRows(loss, ce, best == law.best, overlap)
+        loss = pq.distribution_loss(ce, alpha, config) + config.refined_weight * own
+        return LossRows(loss, ce, best == pq.best, overlap)
 
     def sections(
         self, config: DrafterConfig, loss: LossConfig, flat: dict[str, Any]

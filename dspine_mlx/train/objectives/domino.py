@@ -10,7 +10,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import Batch, States
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import LossRows, Schedule, all_logits, laws
+from dspine_mlx.train.losses import LossRows, Schedule, all_logits, distributions
 from dspine_mlx.train.objectives.dflash import Objective, Rows
 
 KEYS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label")
@@ -55,12 +55,12 @@ class DominoObjective(Objective):
     ) -> LossRows:
         share, out, hidden, labels, base, mixed = arrays
         logits = all_logits(drafter, base)
-        alone = laws(drafter, hidden, logits)
-        law = laws(drafter, hidden, logits + (mixed @ out.T).astype(mx.float32))
+        alone = distributions(drafter, hidden, logits)
+        pq = distributions(drafter, hidden, logits + (mixed @ out.T).astype(mx.float32))
         ce = alone.cross_entropy(labels)
-        corrected = law.distribution_loss(law.cross_entropy(labels), alpha, config)
+        corrected = pq.distribution_loss(pq.cross_entropy(labels), alpha, config)
         loss = (1 - share) * corrected + share * alone.distribution_loss(ce, alpha, config)
-        return LossRows(loss, ce, law.agree, law.overlap)
+        return LossRows(loss, ce, pq.agree, pq.overlap)
 
     def sections(
         self, config: DrafterConfig, loss: LossConfig, flat: dict[str, Any]

@@ -11,7 +11,7 @@ from dspine_mlx.drafters.dspark import DSpark, RNNMarkov, VanillaMarkov
 from dspine_mlx.drafters.top_k import scale_scores
 from dspine_mlx.train.blocks import Batch, States
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import LossRows, all_logits, laws
+from dspine_mlx.train.losses import LossRows, all_logits, distributions
 from dspine_mlx.train.objectives.dflash import Objective, Rows
 
 KEYS = (  # stated twice: SpecForge nests them, other readers look at the top level
@@ -53,13 +53,13 @@ class DSparkObjective(Objective):
     ) -> LossRows:
         successors, *head, hidden, labels, base, mixed, confidence = arrays
         own = scale_scores(base @ head[0].T, drafter.config) if head else all_logits(drafter, base)
-        law = laws(drafter, hidden, own + mixed @ successors.T)
-        ce = law.cross_entropy(labels)
+        pq = distributions(drafter, hidden, own + mixed @ successors.T)
+        ce = pq.cross_entropy(labels)
         accepted = nn.losses.binary_cross_entropy(
-            confidence, mx.stop_gradient(law.overlap), with_logits=True, reduction="none"
+            confidence, mx.stop_gradient(pq.overlap), with_logits=True, reduction="none"
         )
-        loss = law.distribution_loss(ce, alpha, config) + config.confidence_weight * accepted
-        return LossRows(loss, ce, law.agree, law.overlap)
+        loss = pq.distribution_loss(ce, alpha, config) + config.confidence_weight * accepted
+        return LossRows(loss, ce, pq.agree, pq.overlap)
 
     def sections(
         self, config: DrafterConfig, loss: LossConfig, flat: dict[str, Any]

@@ -13,7 +13,14 @@ from dspine_mlx.drafters.transfer_space import transfer_codes
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import Batch, Inputs, States
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import LossRows, all_logits, cross_entropy, draft_ids, laws, softmax
+from dspine_mlx.train.losses import (
+    LossRows,
+    all_logits,
+    cross_entropy,
+    distributions,
+    draft_ids,
+    softmax,
+)
 from dspine_mlx.train.objectives.dflash import Objective, Rows
 
 KEYS = ("transfer_rank", "message_size", "top_k")
@@ -89,23 +96,23 @@ class DSpineObjective(Objective):
         self, drafter: Drafter, config: LossConfig, alpha: mx.array, *arrays: mx.array
     ) -> LossRows:
         hidden, labels, base, refined = arrays
-        law = laws(drafter, hidden, all_logits(drafter, base))
-        ce = law.cross_entropy(labels)
-        loss = law.distribution_loss(ce, alpha, config)
-        logits = mx.stop_gradient(law.logits)
+        pq = distributions(drafter, hidden, all_logits(drafter, base))
+        ce = pq.cross_entropy(labels)
+        loss = pq.distribution_loss(ce, alpha, config)
+        logits = mx.stop_gradient(pq.logits)
         candidates = mx.stop_gradient(top_k(logits, drafter.config.top_k)[0])
-        p = mx.take_along_axis(law.p, candidates, axis=-1)
+        p = mx.take_along_axis(pq.p, candidates, axis=-1)
         if config.refinement:
             head = drafter.target.head_rows(candidates).astype(refined.dtype)  # [R, K, d]
             scores = scale_scores((head @ refined[..., None])[..., 0], drafter.config)
             own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
             loss = loss + config.refined_weight * own
         else:
-            scores = mx.take_along_axis(law.logits, candidates, axis=-1)
+            scores = mx.take_along_axis(pq.logits, candidates, axis=-1)
         first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
         best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
         overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-        return LossRows(loss, ce, best == law.best, overlap)
+        return LossRows(loss, ce, best == pq.best, overlap)
 
     def alignment(
         self, drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig
@@ -144,8 +151,8 @@ def candidate_loss(
 ) -> mx.array:
     """The mix on K candidates, [R]: of scores, the target's p, and hit (it is the label), [R, K].
 
-    The target's law is renormalised on the candidates. CE counts only where the label is one of
-    them, L1 (and CE against the law) only where they hold more than `candidate_mass_threshold`.
+    p is renormalised on the candidates. CE counts only where the label is one of them, L1 (and CE
+    against p) only where they hold more than `candidate_mass_threshold`.
     """
     q, lse = softmax(scores)
     mass = p.sum(axis=-1, keepdims=True)

@@ -205,6 +205,15 @@ def read_speculators_dflash2(config: Config, shapes: Shapes) -> dict[str, Any]:
     return flat | {"draft_vocab_size": stated.get("draft_vocab_size")}
 
 
+def readings(config: DFlash2Config, target: Target) -> dict[str, dict[str, Any]]:
+    """The authors' two implementations differ where the target scales its own embeddings, and a
+    checkpoint does not say which it was trained with: raw rows are read here at first."""
+    if "gemma" not in type(target.model).__module__:
+        return {}
+    scale = config.input_embedding_scale * config.hidden_size**0.5
+    return {"embeddings scaled as the target's own": {"input_embedding_scale": scale}}
+
+
 CONVOLUTIONS = same(
     "layers.{i}.attention_conv.base_kernel",
     "layers.{i}.attention_conv.kernel_projection.weight",
@@ -241,6 +250,7 @@ METHOD = Method(
     projector_type=("dflash2",),
     marks=("candidate_selector.", "attention_conv.", "mlp_conv."),
     required="candidate_selector.",
+    readings=readings,
     reference="dspine_mlx.convert.reference_dflash2:dflash2_round",
     objective="dspine_mlx.train.objectives.dflash2:OBJECTIVE",
 )

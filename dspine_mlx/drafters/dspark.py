@@ -273,6 +273,13 @@ def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     return flat
 
 
+def readings(config: DSparkConfig, target: Target) -> dict[str, dict[str, Any]]:
+    """A table is cheaper, and does where the head seldom brings in what the backbone ranks low."""
+    if not config.markov_rank or not config.candidate_pool:
+        return {}
+    return {f"a table of each slot's {config.top_k} best": {"candidate_pool": 0}}
+
+
 def is_specforge(config: Config, names: Collection[str]) -> bool:
     return "dflash_config" in config or any("logit_head." in name for name in names)
 
@@ -311,6 +318,7 @@ METHOD = Method(
     projector_type=("dspark",),
     marks=MARKS,
     fill=heads_from_tensors,
+    readings=readings,
     reference="dspine_mlx.convert.reference:dspark_round",
     objective="dspine_mlx.train.objectives.dspark:OBJECTIVE",
 )

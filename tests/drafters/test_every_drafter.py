@@ -22,6 +22,7 @@ from dspine_mlx.verify_length.fit import calibrate, record
 from tests.round.test_losslessness import Toy, chosen, distance, law_of_round, policy
 from tests.support.bigrams import KNOWING, bigram_target
 from tests.support.drafters import EVERY
+from tests.support.families import build
 from tests.support.tiny import Step, plain_steps, random_prompt, same_steps, tiny_target
 
 VARIETY = [*EVERY, *(f"knowing {name}" for name in KNOWING)]
@@ -208,3 +209,15 @@ def test_a_drafter_that_knows_is_believed(
         )[-1]
         tokens, rounds = tokens + last.generation_tokens, rounds + last.rounds
     assert tokens > 1.8 * rounds
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3_text"])
+def test_other_targets(kind: str, family: str, tokenizer: TokenizerWrapper) -> None:
+    """A hybrid one, whose recurrent states roll back, and one with windows."""
+    model = build(family)
+    drafter = EVERY[kind](model, hidden_size=64, head_dim=16)
+    prompt = random_prompt(9)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=24)
+    ours = steps((model, drafter), tokenizer, prompt, max_tokens=24, verify_length=4)
+    assert [token for token, _ in ours] == [token for token, _ in plain]

@@ -177,6 +177,8 @@ class Reply:
             self.call.progress(*item)
         elif item is None or isinstance(item, Exception):
             self.calls.remove(self.call)
+        if self.call.failure is not None and self.call.context is not None:
+            self.call.context.stop()  # a batch drops it
         self.queue.put(item)
 
 

@@ -17,7 +17,6 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate as draft_generate
 from dspine_mlx.server.call import Call, Calls, Reply, serving
-from dspine_mlx.server.deadline import rendering
 from dspine_mlx.server.decoding import (
     Arguments,
     check_prompt,
@@ -33,6 +32,7 @@ from dspine_mlx.server.images import image_parts
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
+from dspine_mlx.server.prompts import BoundedTokenizer
 from dspine_mlx.server.provider import Provider
 from dspine_mlx.server.stops import ReplyText
 
@@ -78,8 +78,6 @@ class ResponseGenerator(host.ResponseGenerator):
             self.prepare(request, args)
             self.calls.add(args.call)
             return super().generate(request, args, progress)
-        except OSError:  # the client's connection
-            raise
         except Exception as error:  # whatever the generation thread put on the queue
             raise args.call.fail(failed(error)) from error
 
@@ -97,9 +95,9 @@ class ResponseGenerator(host.ResponseGenerator):
             check_prompt(args.prepared[1][0], args, provider)
 
     def tokenized(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> tuple:
+        bounded = BoundedTokenizer(tokenizer, self.model_provider.most_characters)
         try:
-            with rendering():
-                return super()._tokenize(tokenizer, request, args)
+            return super()._tokenize(bounded, request, args)
         except InputError:
             raise
         except Exception as error:  # chat templates raise what they like; it is the request's doing

@@ -20,6 +20,7 @@ from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.options import ANY, Options
+from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.schedule import prepare
 
@@ -42,6 +43,7 @@ class Provider(host.ModelProvider):
         self.drafters: dict[str, Drafter] = {}  # of the loaded target, the last one used
         self.context_length: int | None = None
         self.vocab_size: int | None = None
+        self.most_characters: int | None = None  # of a prompt
         self.target_caches = 0  # cache objects the target needs
         self.loading = self.replaced = False
         if Path(cli_args.model).exists():  # the name that /v1/models gives it
@@ -150,6 +152,7 @@ class Provider(host.ModelProvider):
         self.model_key, self.target_caches = successor.model_key, caches
         self.context_length = context_length(text)
         self.vocab_size = vocabulary(successor.model, text)
+        self.most_characters = most_characters(self.tokenizer, self.context_length)
         self.replaced = True
 
     def drafter(self, path: str) -> Drafter:

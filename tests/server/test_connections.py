@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspine_mlx.server.connections import Connections
 from tests.bench.server_load import status_of
 from tests.support.serving import ALL, Server, start, usage, wait_until_up
+
+pytestmark = pytest.mark.slow
 
 COMPLETIONS = "/v1/completions"
 KEY = "schlüssel €"
@@ -32,6 +34,7 @@ class Socket:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["new", "arrive", "close"]))))
+@settings(deadline=None)
 def test_whatever_comes_there_are_never_more_and_requests_stay(events: list[Any]) -> None:
     connections = Connections(6, 60)
     waiting: list[Any] = []

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.server.deadline import rendering
+from dspine_mlx.server.prompts import rendering
 from tests.bench.server_load import text_of
 from tests.support.serving import ALL, Server, start, usage, wait_until_up
+
+pytestmark = pytest.mark.slow
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BATCHED: dict[str, Any] = {"draft_model": None, "prompt": "@long"}
@@ -149,6 +151,16 @@ def test_a_template_that_takes_too_long_is_ended(scripted: tuple[str, str], tmp_
     finally:
         server.process.kill()
         server.process.wait(20)
+
+
+def test_a_prompt_far_beyond_the_context_is_not_tokenized(server: Server) -> None:
+    for path, body in (
+        (COMPLETIONS, {"prompt": "x" * 3_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 3_000_000}]}),
+    ):
+        reply = server.request(path, body)
+        assert reply.status == 400
+        assert "characters; the model's context holds" in reply.body["error"]["message"]
 
 
 def test_a_time_limit_on_templates(tokenizer: Any) -> None:

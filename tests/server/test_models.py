@@ -16,6 +16,8 @@ from dspine_mlx.server.options import Options
 from dspine_mlx.server.provider import Provider, reachable
 from tests.support.serving import ALL, Server, serving, start, usage, wait_until_up
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 
 

@@ -3,7 +3,11 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.bench.soak import grown, soak
+
+pytestmark = pytest.mark.slow
 
 
 def test_mixed_and_hostile_requests_get_plain_decodings_replies(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import mlx.core as mx
 from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
+from dspine_mlx.round.foresee import draws_by_inverse_cdf, foresee
 from dspine_mlx.round.sampler import Sampler
 
 Stops = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
@@ -62,11 +63,16 @@ def select(
     stops: Stops = frozenset(),
     with_evidence: bool = True,
 ) -> Draft:
-    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
+    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates. A
+    seeded sampler's draws are foreseen.
 
     stops: tokens after which no slot can be accepted. Nothing is evaluated here. With a sampler the
-    draws come from `mx.random`'s global state.
+    draws come from `mx.random`'s global state, which a seeded one leaves as it is.
     """
+    if sampler is not None and sampler.seeded:
+        if draws_by_inverse_cdf():
+            return foreseen(proposal.ranked(), sampler, kernels, stops)
+        sampler = None
     if sampler is None and isinstance(proposal, SlotwiseProposal):
         tokens, chances = proposal.greedy_tokens(), proposal.confidence
         draft = Draft(tokens, tokens[:, None], None)
@@ -94,6 +100,15 @@ def select(
         return draft
     greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
     return draft._replace(greedy_path=evidence(proposal, *greedy, stops))
+
+
+def foreseen(proposal: Proposal, sampler: Sampler, kernels: Kernels, stops: Stops) -> Draft:
+    """What the sampler will most probably draw from the random state as it is now."""
+    first, transitions = foresee(proposal, sampler, mx.random.state[0])
+    noise = mx.zeros(proposal.candidates.shape)
+    path, chances = walk(first, transitions, noise, 1.0, kernels)
+    tokens = tokens_on(proposal, path)
+    return Draft(tokens, tokens[:, None], None, Evidence(tokens, chances, stops))
 
 
 def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:

@@ -78,12 +78,14 @@ class Text:
 
     @property
     def draft_sampler(self) -> Sampler | None:
-        """What drafts are sampled with; None: they are greedy, and one-hot.
+        """What drafts are sampled with, or whose draws they foresee; None: they are greedy.
 
-        A filtered draft has to be: a cut that looks at sampled tokens would bias them.
+        A filtered draft may not be sampled: a cut that looks at sampled tokens would bias them.
         """
         sampler = self.sampler
-        return sampler if isinstance(sampler, Sampler) and self.draft_filter is None else None
+        if not isinstance(sampler, Sampler) or (self.draft_filter and not sampler.seeded):
+            return None
+        return sampler
 
     def checkpoint(self) -> None:
         """All rows in the target's caches belong to the text."""

@@ -105,7 +105,8 @@ class Auto:
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
         self.statistics = statistics
-        self.sampler = sampler if isinstance(sampler, Sampler) and sampler.temp > 0 else None
+        sampled = isinstance(sampler, Sampler) and sampler.temp > 0 and not sampler.seeded
+        self.sampler = sampler if sampled else None
         self.watched: Watch | None = None
         self.time_plain()
         if self.stretch:  # the last text ended within a check

@@ -203,7 +203,7 @@ def generate(
         line = partial(typer.echo, err=True) if explain else None
         prepare(drafter, profile=not no_profile, explain=line)
     special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.generate
-    sampler = replace(sampler, xtc_special_tokens=special)
+    sampler = replace(sampler, xtc_special_tokens=special, seeded=seed is not None)
     if not ignore_chat_template and has_template(tokenizer, system_prompt):
         tokens = apply_template(tokenizer, text, system_prompt, prefill_response, template)
     else:
@@ -216,8 +216,7 @@ def generate(
         tokens,
         drafter,
         max_tokens=max_tokens,
-        # With a seed, mlx-lm's own function: compared with row by row, its draws give its text.
-        sampler=sampler if seed is None else sampler.function,
+        sampler=sampler,
         verify_length=length,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,

@@ -138,8 +138,10 @@ def stream_generate(
     Args: mlx-lm's, and
         drafter: from `load` or `load_drafter`, bound to this model. None: plain mlx-lm decoding.
         sampler: greedy when None. A `dspine_mlx.Sampler` lets drafts be sampled and tested by
-            ratio; any other callable is sampled from row by row and compared with the drafted
-            tokens, so that a seeded run gives the very tokens of seeded plain decoding.
+            ratio. One with `seeded=True`, and any other callable, is sampled from row by row and
+            compared with the drafted tokens: after `mx.random.seed` the text is that of plain
+            decoding with that seed. Of a seeded `Sampler` drafts foresee the draws, so more of
+            them are accepted.
         prompt_cache: as mlx-lm's, with the drafter's caches after the target's (appended if
             missing). Once the generator has ended or was closed, it holds the prompt and the
             yielded tokens; starting another generation from it ends an unfinished one.

@@ -3,7 +3,8 @@ and against sampled drafts tested as blocks (which draw another text).
 
     python -m tests.bench.seeded_drafts QUESTIONS.jsonl [--temps 0.6 1] [--texts 200] [--tokens 160]
 
-Every text has a seed of its own, the same each way, and all proposals are offered in every round.
+Every text has a seed of its own, the same each way, and all proposals are offered in every round. float16 becomes float32: CPUs have no
+fast half precision.
 Intervals (95 %) are a bootstrap over the texts.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
@@ -62,6 +64,10 @@ def interval(counts: Counts, base: Counts | None = None) -> list[float]:
     return [round(float(v), 3) for v in np.quantile(values, (0.025, 0.975))]
 
 
+def wide(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if array.dtype == mx.float16 else array
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", type=Path)
@@ -73,6 +79,8 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer, drafter = dspine_mlx.load(args.model, args.draft_model)
     assert drafter is not None
+    model.update(tree_map(wide, model.parameters()))
+    drafter.set_dtype(mx.float32)
     lines = args.questions.read_text(encoding="utf-8").splitlines()[: args.texts]
     prompts = [
         tokenizer.apply_chat_template(

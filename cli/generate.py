@@ -30,7 +30,7 @@ def generate(
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help="Drafter: a folder or Hub id of a DSpine, DSpark or DFlash checkpoint.",
+            help="Drafter: a folder or Hub id of a checkpoint.",
             rich_help_panel=PAIR,
         ),
     ] = None,

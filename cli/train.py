@@ -56,7 +56,7 @@ def run(
     held_out: Annotated[
         str | None, typer.Option(help="JSONL to judge on. Without it: the end of the data.")
     ] = None,
-    method: Annotated[str, typer.Option(help="dspine, dspark or dflash.")] = "dspine",
+    method: Annotated[str, typer.Option(help="Such as dspine; a wrong one lists all.")] = "dspine",
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,12 +126,11 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) -> None:
     """Build the run, train it, and leave OUTPUT/drafter."""
-    from dspine_mlx.checkpoints.layouts import METHODS
     from dspine_mlx.train.export import check_layout
     from dspine_mlx.train.plot import plot as draw
 
-    method, reduced = METHODS[todo.method][0], todo.drafter.get("draft_vocab_size")
-    check_layout(method, reduced, drafter.layout is Layout.hf)
+    reduced = todo.drafter.get("draft_vocab_size")
+    check_layout(todo.method, reduced, drafter.layout is Layout.hf)
     with progress_bar() as bar, interruptible() as interrupted:
         job = prepare(todo, output, bar)
         if not resume:

@@ -3,13 +3,7 @@
 from typing import Any
 
 from dspine_mlx.checkpoints.detect import OURS
-
-TITLES = {
-    "dspine": "DSpine",
-    "dspark": "DSpark",
-    "dspark_gemma4": "DSpark",
-    "dflash": "DFlash",
-}
+from dspine_mlx.drafters import METHODS
 
 
 def model_card(name: str, config: dict[str, Any]) -> str:
@@ -32,7 +26,7 @@ tags:
 
 # {name}
 
-A {TITLES[own["method"]]} drafter for speculative decoding with
+A {METHODS[own["method"]].title} drafter for speculative decoding with
 dspine-mlx, converted from {origin}{revision}
 (layout: {own["layout"]}). It proposes tokens for the target model that it was trained on and
 generates no text by itself.

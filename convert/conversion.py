@@ -12,14 +12,20 @@ from huggingface_hub import HfApi
 
 from dspine_mlx.checkpoints.detect import OURS, SCHEMA
 from dspine_mlx.checkpoints.files import read_json
-from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
-from dspine_mlx.checkpoints.transfer_space import SPACE, head_matrix, stored_space, transfer_codes
+from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
 from dspine_mlx.convert.calibration import Calibration, read_calibration
 from dspine_mlx.convert.card import model_card
 from dspine_mlx.convert.plan import Options, Plan, make_plan
 from dspine_mlx.convert.write import refuse_existing, staging, write_json, write_weights
-from dspine_mlx.drafters.config import DSparkConfig, DSpineConfig
+from dspine_mlx.drafters.transfer_space import (
+    CODES,
+    SPACE,
+    head_matrix,
+    stored_space,
+    transfer_codes,
+)
 from dspine_mlx.errors import InputError
+from dspine_mlx.load import check_target, resolve
 from dspine_mlx.target.model import Target
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -49,7 +55,7 @@ def convert(
     """Convert a drafter; the first nine arguments are those of `mlx_lm.convert`.
 
     Args:
-        hf_path: folder or Hub id of a DSpine, DSpark or DFlash checkpoint.
+        hf_path: folder or Hub id of a checkpoint of one of `dspine_mlx.drafters.METHODS`.
         mlx_path: the folder to write; it must not exist.
         target: the target model, to check shapes, to leave out an embedding and head equal to its
             own, and to compute C where a checkpoint has none.
@@ -91,25 +97,25 @@ def plan_for(
     dequantize_head: bool,
 ) -> Plan:
     """The plan, with what only the target can give."""
-    config = checkpoint.config
-    lacks = isinstance(config, DSpineConfig) and not {CODES, SPACE[0]} & checkpoint.sources.keys()
+    rank = checkpoint.codes_rank
+    lacks = rank is not None and not {CODES, SPACE[0]} & checkpoint.sources.keys()
     if "quantization" in checkpoint.raw:
         raise InputError("this checkpoint is packed already; convert from what it was made from")
-    if codes_from_head and not isinstance(config, DSpineConfig):
+    if codes_from_head and rank is None:
         raise InputError(f"{checkpoint.layout.name} drafters have no codes; drop --codes-from-head")
     computed: dict[str, mx.array] = {}
     drop: dict[str, str] = {}
     if target is not None:
         loaded = load_target(target)
-        check_against(checkpoint, loaded)
-        drop = equal_ends(checkpoint, loaded)
-        if codes_from_head and isinstance(config, DSpineConfig):
+        check_target(checkpoint.config, loaded)
+        drop = equal_embeddings(checkpoint, loaded)
+        if codes_from_head and rank is not None:
             own = None if lacks else checkpoint.arrays([CODES])[CODES]
-            computed = stored_space(head_matrix(loaded), own, config)
+            computed = stored_space(head_matrix(loaded), own, rank)
             drop |= {CODES: "rebuilt from the target's head when loading"}
-        elif isinstance(config, DSpineConfig) and lacks:
+        elif rank is not None and lacks:
             head = head_matrix(loaded, dequantize_head)
-            computed = {CODES: transfer_codes(head, config.transfer_rank)[0]}
+            computed = {CODES: transfer_codes(head, rank)[0]}
             drop |= {CODES: "computed from the target's head; --probe shows if the drafter fits it"}
     elif codes_from_head or lacks:
         raise InputError(
@@ -122,8 +128,6 @@ def plan_for(
 
 def source_folder(path: str | Path, revision: str | None) -> Path:
     """The checkpoint's folder; torch files are fetched only where there is nothing safer."""
-    from dspine_mlx.load import resolve  # load itself reads checkpoints through this package
-
     folder = resolve(path, revision)
     if not Path(path).expanduser().is_dir() and not any(folder.glob("*.safetensors")):
         return resolve(path, revision, patterns=("*.json", "*.bin", "*.pt"))
@@ -131,22 +135,14 @@ def source_folder(path: str | Path, revision: str | None) -> Path:
 
 
 def load_target(path: str | Path) -> Target:
-    from dspine_mlx.load import resolve
-
     return Target(mlx_lm.utils.load_model(resolve(path), lazy=True)[0])
 
 
-def check_against(checkpoint: Checkpoint, target: Target) -> None:
-    from dspine_mlx.load import check_target
-
-    check_target(checkpoint.config, target)
-
-
-def equal_ends(checkpoint: Checkpoint, target: Target) -> dict[str, str]:
+def equal_embeddings(checkpoint: Checkpoint, target: Target) -> dict[str, str]:
     """The checkpoint's embedding and head where they equal the target's."""
-    ends = {"embed_tokens.weight": target.embed, "lm_head.weight": target.lm_head}
+    shared = {"embed_tokens.weight": target.embed, "lm_head.weight": target.lm_head}
     drop = {}
-    for path, module in ends.items():
+    for path, module in shared.items():
         if path not in checkpoint.sources or "scales" in module:
             continue
         if checkpoint.shapes[path] == tuple(module.weight.shape):
@@ -186,12 +182,12 @@ def output_config(
         for name, value in dataclasses.asdict(checkpoint.config).items()
         if value is not None and value != ()
     }
-    if calibration.temperatures and isinstance(checkpoint.config, DSparkConfig):
+    if calibration.temperatures and "confidence_temperatures" in vars(checkpoint.config):
         config["confidence_temperatures"] = calibration.temperatures
     config[OURS] = source | {
         "schema": SCHEMA,
         "version": version("dspine-mlx"),
-        "method": checkpoint.method,
+        "method": checkpoint.method.name,
         "layout": checkpoint.layout.name,
         "sha256": digests,
         "notes": list(plan.notes) + calibration.notes,

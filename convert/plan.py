@@ -1,50 +1,19 @@
 """What a conversion will write, tensor by tensor, before it reads one."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from dspine_mlx.checkpoints.open import CODES, Checkpoint
-from dspine_mlx.checkpoints.transfer_space import SPACE
+from dspine_mlx.checkpoints.names import pattern_of
+from dspine_mlx.checkpoints.open import Checkpoint
+from dspine_mlx.checkpoints.packing import Packing, packing_of
+from dspine_mlx.drafters.method import Method
+from dspine_mlx.drafters.transfer_space import CODES, SPACE
 from dspine_mlx.errors import InputError
 
-MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group, bits
 CODES_GROUPS = (64, 32)
-# Packed by --quantize: the large matrices. Norms, biases, injections, Markov tables and the
-# confidence head stay exact; they are small, and drafts are sensitive to them.
-LARGE = re.compile(
-    r"(fc|embed_tokens|lm_head|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))\.weight"
-)
-Packing = dict[str, Any]  # group_size, bits and mode, as mlx-lm writes them
-
-
-def packing_of(mode: Any, bits: Any, group_size: Any) -> Packing:
-    """A way of packing that MLX has; absent numbers are the mode's own."""
-    if not isinstance(mode, str) or mode not in MODES:
-        raise InputError(f"quantisation mode {mode!r} is unknown; {', '.join(MODES)} are known")
-    group, width = MODES[mode]
-    group_size, bits = group if group_size is None else group_size, width if bits is None else bits
-    whole = type(bits) is type(group_size) is int
-    if mode == "affine":
-        allowed = group_size in (32, 64, 128) and bits in (2, 3, 4, 5, 6, 8)
-    else:
-        allowed = (group_size, bits) == MODES[mode]
-    if not (whole and allowed):
-        raise InputError(
-            f"{mode} has no {bits!r} bits in groups of {group_size!r}; its defaults are {width} "
-            f"bits in groups of {group}"
-        )
-    return {"group_size": group_size, "bits": bits, "mode": mode}
-
-
-def stated_packing(block: Any) -> Packing:
-    """The packing that a config's quantization block, or a module's entry in it, states."""
-    if not isinstance(block, dict):
-        raise InputError(f"quantization is {block!r} in config.json; it must be an object")
-    return packing_of(block.get("mode", "affine"), block.get("bits"), block.get("group_size"))
 
 
 @dataclass(frozen=True)
@@ -147,27 +116,37 @@ def make_plan(
 ) -> Plan:
     """Every parameter of a checkpoint but the dropped ones (path: reason), and computed ones."""
     drop, computed = drop or {}, dict(computed or {})
-    items = []
-    for path in sorted(checkpoint.sources):
-        names = checkpoint.sources[path]
-        dtype = checkpoint.tensors[names[0]].dtype
-        if path not in drop:
-            items.append(item_for(path, names, checkpoint.shapes[path], dtype, options))
-    for path, value in sorted(computed.items()):
-        items.append(item_for(path, ("computed",), tuple(value.shape), value.dtype, options))
+    found = {
+        path: (names, checkpoint.shapes[path], checkpoint.tensors[names[0]].dtype)
+        for path, names in sorted(checkpoint.sources.items())
+        if path not in drop
+    }
+    found |= {
+        path: (("computed",), tuple(value.shape), value.dtype)
+        for path, value in sorted(computed.items())
+    }
+    items = [
+        Item(path, names, shape, dtype, stored_dtype(path, dtype, options), packing)
+        for path, (names, shape, dtype) in found.items()
+        for packing in [packing_for(checkpoint.method, path, shape, options)]
+    ]
     notes = checkpoint.notes + tuple(f"{path}: {reason}" for path, reason in drop.items())
     return Plan(checkpoint, options, items, computed, notes)
 
 
-def item_for(
-    path: str, names: tuple[str, ...], shape: tuple[int, ...], dtype: mx.Dtype, options: Options
-) -> Item:
-    how = None
+def packing_for(
+    method: Method, path: str, shape: tuple[int, ...], options: Options
+) -> Packing | None:
+    """How a parameter is packed: transfer codes their own way, the method's large matrices, and as
+    in mlx-lm none whose rows are no whole number of groups."""
     if path == CODES:
-        how = options.codes_packing(shape[-1])
-    elif options.quantize and LARGE.fullmatch(path):
-        fits = shape[-1] % options.packing["group_size"] == 0  # as mlx-lm: others stay exact
-        how = options.packing if fits else None
-    floating = mx.issubdtype(dtype, mx.floating) and path not in SPACE
-    stored = options.dtype if options.dtype is not None and floating else dtype
-    return Item(path, names, shape, dtype, mx.uint32 if path == "d2t" else stored, how)
+        return options.codes_packing(shape[-1])
+    large = options.quantize and pattern_of(path) in method.large
+    return options.packing if large and shape[-1] % options.packing["group_size"] == 0 else None
+
+
+def stored_dtype(path: str, dtype: mx.Dtype, options: Options) -> mx.Dtype:
+    if path == "d2t":
+        return mx.uint32
+    exact = path in SPACE or not mx.issubdtype(dtype, mx.floating)
+    return dtype if exact or options.dtype is None else options.dtype

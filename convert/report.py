@@ -22,7 +22,7 @@ def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
     windows = sorted({config.layer_window(i) or 0 for i in range(config.num_hidden_layers)})
     causal = [config.layer_causal(i) for i in range(config.num_hidden_layers)]
     facts: dict[str, Any] = {
-        "method": checkpoint.method,
+        "method": checkpoint.method.name,
         "layout": checkpoint.layout.name,
         "converted": OURS in checkpoint.raw,
         "source": checkpoint.raw.get(OURS, {}).get("source"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from copy import copy
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -10,21 +11,15 @@ import mlx.nn as nn
 import numpy as np
 
 from dspine_mlx.checkpoints.files import load_tensors
-from dspine_mlx.checkpoints.layouts import ENDS
-from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
-from dspine_mlx.checkpoints.transfer_space import SPACE
-from dspine_mlx.convert.reference import Head, dflash_round, dspark_round, dspine_round
+from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
+from dspine_mlx.convert.reference import Head
+from dspine_mlx.drafters.dflash import OWN_EMBEDDINGS
+from dspine_mlx.drafters.transfer_space import CODES, SPACE
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import assemble_drafter
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.target.model import Target
 
-ROUNDS = {
-    "dflash": dflash_round,
-    "dspark": dspark_round,
-    "dspark_gemma4": dspark_round,
-    "dspine": dspine_round,
-}
 TOKENS = 2048  # of the stand-in target that have rows; all others have zeros
 CONTEXT = 24  # positions before the anchor
 EXACT = 1e-4  # of the largest score: rounding in float32 stays below
@@ -118,7 +113,10 @@ class Source(Mapping[str, np.ndarray]):
 
 def verify(source: Checkpoint, converted: Path) -> Verification:
     """Propose one block with the converted drafter in float32, and score its candidates in float64
-    from the source's own tensors."""
+    from the source's own tensors, by the method's own reference."""
+    if source.method.reference is None:
+        raise InputError(f"{source.method.title} has no round in float64 to verify with")
+    reference = resolve_name(source.method.reference)
     ours = open_checkpoint(converted)
     if SPACE[0] in ours.sources:
         raise InputError(
@@ -132,11 +130,16 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
     proposal = drafter.propose(
         target.anchor, mx.array(features)[None], drafter.make_cache()
     ).ranked()
-    dropped = {n for end in ENDS if end not in ours.sources for n in source.sources.get(end, ())}
+    dropped = {
+        name
+        for path in OWN_EMBEDDINGS
+        if path not in ours.sources
+        for name in source.sources.get(path, ())
+    }
     weights: dict[str, np.ndarray] | Source = Source(source, dropped)
     if CODES in ours.sources and CODES not in source.sources:
         weights = {**weights, "transfer_codes": np.array(ours.arrays([CODES])[CODES])}
-    wanted = ROUNDS[source.layout.method](
+    wanted = reference(
         weights, source.raw, target.numpy, features, target.anchor, np.array(proposal.candidates)
     )
     pairs = [(proposal.first, wanted.first), (proposal.transitions, wanted.transitions)]

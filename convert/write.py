@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from dspine_mlx.checkpoints.open import CODES
 from dspine_mlx.convert.plan import Item, Plan
+from dspine_mlx.drafters.transfer_space import CODES
 from dspine_mlx.errors import InputError
 
 SHARD = 1 << 30  # bytes of one file, and so of what is in memory at a time

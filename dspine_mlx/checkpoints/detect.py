@@ -1,84 +1,91 @@
-"""What a checkpoint is: its layout, by its tensors and its config together."""
+"""What a checkpoint is: its method and its layout, by its config and its tensors together."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from dspine_mlx.checkpoints import layouts
-from dspine_mlx.checkpoints.layouts import Layout
-from dspine_mlx.checkpoints.settings import section
+from dspine_mlx.drafters import METHODS
+from dspine_mlx.drafters.method import Layout, Method
+from dspine_mlx.drafters.settings import section
 from dspine_mlx.errors import InputError
 
 Config = Mapping[str, Any]
-T = TypeVar("T")
 
 OURS = "dspine_mlx"  # the section that marks a converted folder
 SCHEMA = 1
-BRIDGE = "selected_prefix_code_bridge"
-GEMMA4 = "Gemma4DSparkModel"
-
-# architectures -> method. DFlashDraftModel is no evidence: Tencent's DSpine says it too.
-ARCHITECTURES = {
-    "DSpineDraftModel": "DSpine",
-    "DSparkDraftModel": "DSpark",
-    "Qwen3DSparkModel": "DSpark",
-    GEMMA4: "DSpark",
-    "Lfm2DSparkDraftModel": "DSpark",
-    "DSparkSpeculator": "DSpark",
-    "DFlashSpeculator": "DFlash",
-    "DFlash2DraftModel": "DFlash2",
-    "DominoDraftModel": "Domino",
-}
-UNSUPPORTED = {
-    "DFlash2": "DFlash2 is not supported yet",
-    "Domino": "Domino is not supported yet",
-    "Qwen35DSparkModel": "its gated queries and offset norms are not supported yet",
-}
-# parts of tensor names that only one method has
-EVIDENCE = {
-    "injection.": "DSpine",
-    "markov_head.": "DSpark",
-    "confidence_head.": "DSpark",
-    "candidate_selector.": "DFlash2",
-    "attention_conv.": "DFlash2",
-    "prefix_gru.": "Domino",
-}
-SPECULATORS = {"dspark": "DSpark", "dflash": "DFlash", "dflash2": "DFlash2"}
-PROJECTORS = {
-    "dspine": "DSpine",
-    "dspark": "DSpark",
-    "domino": "Domino",
-    "dflash2": "DFlash2",
-    "dflash": "DFlash",
-}
 
 
-def detect(config: Config, names: Collection[str]) -> Layout:
-    """The layout of a checkpoint with this config.json and these tensor names.
+@dataclass(frozen=True)
+class Unsupported:
+    """A kind of drafter that is refused by name, and its signs; see `Method`. A method that is
+    registered with one of these signs goes before it."""
+
+    title: str
+    reason: str
+    architectures: tuple[str, ...] = ()
+    speculators_model_type: tuple[str, ...] = ()
+    projector_type: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+
+
+UNSUPPORTED = (
+    Unsupported(
+        "DFlash2",
+        "DFlash2 is not supported yet",
+        ("DFlash2DraftModel",),
+        ("dflash2",),
+        ("dflash2",),
+        marks=("candidate_selector.", "attention_conv."),
+    ),
+    Unsupported(
+        "Domino",
+        "Domino is not supported yet",
+        ("DominoDraftModel",),
+        projector_type=("domino",),
+        marks=("prefix_gru.",),
+    ),
+    Unsupported(
+        "Qwen35DSparkModel",
+        "its gated queries and offset norms are not supported yet",
+        ("Qwen35DSparkModel",),
+    ),
+)
+Kinds = tuple[Method | Unsupported, ...]
+Signs = list[tuple[str, Kinds]]  # what says it, and the kinds that it may be said of
+
+
+def detect(config: Config, names: Collection[str]) -> tuple[Method, Layout]:
+    """The method and layout of a checkpoint with this config.json and these tensor names.
 
     A config that says one method over tensors of another is refused, with both named.
     """
     inner = section(config, "config") or config
     if OURS in config:
         return converted(config)
-    says, holds = claimed(inner), evidence(names)
-    for what in (*says.values(), *holds):
-        if what in UNSUPPORTED:
-            raise InputError(f"this is a checkpoint of {what}: {UNSUPPORTED[what]}")
-    methods = (set(says.values()) | set(holds)) - {"DFlash"}
-    if len(methods) > 1 or ("DFlash" in says.values() and methods):
+    says, holds = claimed(inner), held(names)
+    for _, (first, *_) in says + holds:
+        if isinstance(first, Unsupported):
+            raise InputError(f"this is a checkpoint of {first.title}: {first.reason}")
+    fitting = [m for m in METHODS.values() if all(m in kinds for _, kinds in says + holds)]
+    if not fitting:
         raise InputError(
             f"config.json says {listed(says)}, the tensors are those of {listed(holds)}; "
             "one checkpoint must be of one method"
         )
-    backbone(names)
-    if "DSpine" in methods:
-        return dspine(config, inner, holds)
-    if "DSpark" in methods:
-        return dspark(inner, names)
-    return layouts.DFLASH_SPECULATORS if "speculators_model_type" in inner else layouts.DFLASH
+    check_backbone(names)
+    method = fitting[0]
+    layout = next((x for x in method.layouts if x.recognise(config, names)), method.layouts[-1])
+    required = method.required
+    if required and not layout.by_shape and not any(required in name for name in names):
+        wanted = ", ".join(name for name in layout.names if required in name)
+        raise InputError(
+            f"config.json says {method.title} but no tensor is named {required}*; expected {wanted}"
+        )
+    return method, layout
 
 
-def converted(config: Config) -> Layout:
+def converted(config: Config) -> tuple[Method, Layout]:
     """The layout of a folder that this package wrote."""
     own = section(config, OURS)
     schema = own.get("schema")
@@ -87,56 +94,70 @@ def converted(config: Config) -> Layout:
             f"this folder has schema {schema!r}, this version reads {SCHEMA}; "
             "convert the checkpoint again"
         )
-    return known("dspine_mlx.method", own.get("method"), layouts.CONVERTED)
+    name = own.get("method")
+    if not isinstance(name, str) or name not in METHODS:
+        raise InputError(f"dspine_mlx.method is {name!r}; {', '.join(METHODS)} are known")
+    return METHODS[name], METHODS[name].converted
 
 
-def claimed(config: Config) -> dict[str, str]:
-    """What the config says: {key that says it: method}."""
-    says = {}
-    kind = config.get("speculators_model_type")
-    if kind is not None:
-        says["speculators_model_type"] = known("speculators_model_type", kind, SPECULATORS)
+def all_kinds() -> Kinds:
+    return (*METHODS.values(), *UNSUPPORTED)
+
+
+def with_sign(field: str, value: str) -> Kinds:
+    """The kinds that have a value in one of their fields of signs, methods first."""
+    return tuple(kind for kind in all_kinds() if value in vars(kind)[field])
+
+
+def values_of(field: str) -> list[str]:
+    """All values of a field of signs, each once."""
+    return list(dict.fromkeys(value for kind in all_kinds() for value in vars(kind)[field]))
+
+
+def claimed(config: Config) -> Signs:
+    """What the config says, by the keys that say it."""
+    says: Signs = []
+    stated = config.get("speculators_model_type")
+    if stated is not None:
+        says.append(("speculators_model_type", known("speculators_model_type", stated)))
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise InputError(f"architectures is {architectures!r}; it must be a list of names")
     for name in architectures:
-        if name in UNSUPPORTED:
-            says[name] = name
+        found = with_sign("architectures", name)
         # vLLM's names for speculators' heads fit several methods: the type beside them decides
-        elif name in ARCHITECTURES and kind is None:
-            says[name] = ARCHITECTURES[name]
-    dflash = section(config, "dflash_config")
-    if BRIDGE in dflash:
-        says[f"dflash_config.{BRIDGE}"] = "DSpine"
-    if "dspine_config" in config:
-        says["dspine_config"] = "DSpine"
-    projector = dflash.get("projector_type")
+        if found and (stated is None or isinstance(found[0], Unsupported)):
+            says.append((name, found))
+    for key in values_of("keys"):
+        *path, last = key.split(".")
+        if last in (section(config, path[0]) if path else config):
+            says.append((key, with_sign("keys", key)))
+    projector = section(config, "dflash_config").get("projector_type")
     if projector is not None:
-        says["dflash_config.projector_type"] = known("projector_type", projector, PROJECTORS)
+        says.append(("dflash_config.projector_type", known("projector_type", projector)))
     return says
 
 
-def known(key: str, value: Any, table: Mapping[str, T]) -> T:
-    if not isinstance(value, str) or value not in table:
-        raise InputError(f"{key} is {value!r}; {', '.join(table)} are known")
-    return table[value]
+def known(key: str, value: Any) -> Kinds:
+    """The kinds that a stated value is a sign of; `InputError` if there are none."""
+    values = values_of(key)
+    if not isinstance(value, str) or value not in values:
+        raise InputError(f"{key} is {value!r}; {', '.join(values)} are known")
+    return with_sign(key, value)
 
 
-def evidence(names: Collection[str]) -> dict[str, str]:
-    """What the tensors are: {method: one tensor that only it has}."""
-    found: dict[str, str] = {}
-    for part, method in EVIDENCE.items():
-        for name in names:
-            if part in name and method not in found:
-                found[method] = name
-    return found
+def held(names: Collection[str]) -> Signs:
+    """What the tensors are, by one tensor for each mark."""
+    found = ((mark, next((n for n in names if mark in n), None)) for mark in values_of("marks"))
+    return [(name, with_sign("marks", mark)) for mark, name in found if name is not None]
 
 
-def listed(found: Mapping[str, str]) -> str:
-    return ", ".join(f"{value} ({key})" for key, value in found.items()) or "no method of its own"
+def listed(signs: Signs) -> str:
+    named = [f"{kinds[0].title} ({what})" for what, kinds in signs]
+    return ", ".join(named) or "no method of its own"
 
 
-def backbone(names: Collection[str]) -> None:
+def check_backbone(names: Collection[str]) -> None:
     """Refuse what is no block drafter at all: a target, an EAGLE head, a bare adapter."""
     fused = any(name.endswith(("fc.weight", "fc.scales")) for name in names)
     layers = any("layers.0.self_attn." in name for name in names)
@@ -145,23 +166,3 @@ def backbone(names: Collection[str]) -> None:
             "this is no drafter of a known layout: expected fc.weight, hidden_norm.weight and "
             f"layers.0.self_attn.*, found {len(names)} tensors: {', '.join(sorted(names)[:6])} ..."
         )
-
-
-def dspine(config: Config, inner: Config, holds: Mapping[str, str]) -> Layout:
-    if BRIDGE in section(inner, "dflash_config"):
-        return layouts.DSPINE_TENCENT
-    if "DSpine" not in holds:
-        raise InputError(
-            "config.json says DSpine but no tensor is named injection.*; expected "
-            f"{', '.join(layouts.INJECTION)}"
-        )
-    return layouts.DSPINE_SPECFORGE if inner is config else layouts.DSPINE_REFERENCE
-
-
-def dspark(config: Config, names: Collection[str]) -> Layout:
-    if "speculators_model_type" in config:
-        return layouts.DSPARK_SPECULATORS
-    if GEMMA4 in (config.get("architectures") or []):
-        return layouts.DSPARK_GEMMA4
-    nested = "dflash_config" in config or any("logit_head." in name for name in names)
-    return layouts.DSPARK_SPECFORGE if nested else layouts.DSPARK_DEEPSPEC

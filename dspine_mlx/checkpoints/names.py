@@ -4,17 +4,26 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from dspine_mlx.checkpoints.layouts import IGNORED, Layout
+import mlx.core as mx
+
+from dspine_mlx.drafters.method import Layout
 
 LAYER = re.compile(r"\.(\d+)\.", re.ASCII)
 Sources = dict[str, tuple[str, ...]]
 Problems = dict[str, list[str]]
 
 
-def parameter(layout: Layout, name: str) -> str | None:
-    """The path (with #k for part k) that a tensor has in the drafter; None: unknown.
+def pattern_of(name: str) -> str:
+    """A tensor's name or a parameter's path in any layer, as tables have it."""
+    return LAYER.sub(".{i}.", name)
 
-    A packed weight's scales and biases go where its weight goes.
+
+def parameter(layout: Layout, name: str) -> str | None:
+    """The path (with #k for part k) that a tensor has in the drafter; "": it holds no parameter;
+    None: unknown.
+
+    The network's own paths are names in every layout. A packed weight's scales and biases go where
+    its weight goes.
     """
     name = name.removeprefix("model.")
     for suffix in (".scales", ".biases"):
@@ -22,7 +31,9 @@ def parameter(layout: Layout, name: str) -> str | None:
             weight = parameter(layout, name.removesuffix(suffix) + ".weight")
             return weight and weight.replace(".weight", suffix)
     layers = LAYER.findall(name)
-    path = layout.names.get(LAYER.sub(".{i}.", name))
+    path = layout.names.get(pattern_of(name))
+    if path is None and pattern_of(name) in layout.paths:
+        return name
     return path and path.replace("{i}", layers[0] if layers else "")
 
 
@@ -32,11 +43,12 @@ def match(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Source
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     unexpected = []
     for name in sorted(shapes):
-        path, _, part = (parameter(layout, name) or "").partition("#")
-        if path:
-            places[path, part].append(name)
-        elif name.removeprefix("model.") not in IGNORED:
+        place = parameter(layout, name)
+        if place is None:
             unexpected.append(f"{name} {list(shapes[name])}")
+        elif place:
+            path, _, part = place.partition("#")
+            places[path, part].append(name)
     twice = [f"{path} by {' and '.join(names)}" for (path, _), names in places.items() if names[1:]]
     missing, uneven = [], []
     sources: Sources = {}
@@ -62,8 +74,8 @@ def match(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Source
 def published(layout: Layout, path: str) -> list[str]:
     """What the layout calls the tensors of a parameter."""
     layer = next(iter(LAYER.findall(path)), "")
-    pattern = LAYER.sub(".{i}.", path)
-    found = parts_of(layout, path) or [n for n, to in layout.names.items() if to == pattern][:1]
+    whole = [name for name, to in layout.names.items() if to == pattern_of(path)]
+    found = parts_of(layout, path) or whole[:1]
     return [name.replace("{i}", layer) for name in found] or [path]
 
 
@@ -77,4 +89,13 @@ def parts_of(layout: Layout, path: str) -> list[str]:
 
 def unknown(layout: Layout, names: Collection[str]) -> list[str]:
     """Names that the layout's table has no place for."""
-    return sorted(n for n in names if n not in IGNORED and parameter(layout, n) is None)
+    return sorted(n for n in names if parameter(layout, n) is None)
+
+
+def published_weights(layout: Layout, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """A network's parameters under the names of a layout: the inverse of `match`."""
+    named: dict[str, mx.array] = {}
+    for path, value in weights.items():
+        names = published(layout, path)
+        named |= zip(names, mx.split(value, len(names)) if names[1:] else [value], strict=True)
+    return named

@@ -18,7 +18,6 @@ from dspine_mlx.checkpoints.files import (
     read_config,
     read_tensors,
 )
-from dspine_mlx.checkpoints.layouts import ENDS, METHODS, Layout
 from dspine_mlx.checkpoints.names import (
     Problems,
     Sources,
@@ -29,13 +28,13 @@ from dspine_mlx.checkpoints.names import (
     unknown,
 )
 from dspine_mlx.checkpoints.shapes import match_by_shape
-from dspine_mlx.checkpoints.transfer_space import SPACE, space_shapes
-from dspine_mlx.drafters.config import DrafterConfig, DSpineConfig
+from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
-from dspine_mlx.drafters.dspark import DSpark
+from dspine_mlx.drafters.method import Layout, Method
+from dspine_mlx.drafters.transfer_space import CODES, SPACE, space_shapes
 from dspine_mlx.errors import InputError
 
-CODES, T2D = "transfer_codes.weight", "t2d"
+T2D = "t2d"
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Checkpoint:
     folder: Path
     raw: dict[str, Any]  # config.json, with the taps that were given
     tensors: Tensors
+    method: Method
     layout: Layout
-    method: str  # of METHODS; a DFlash with its own head runs as a DSpark of rank 0
     config: DrafterConfig
     sources: Sources  # parameter path -> the tensors it is made of, in order
     problems: Problems
@@ -57,20 +56,24 @@ class Checkpoint:
         return stacked_shapes(self.sources, self.tensors)
 
     def build(self) -> DFlash:
-        """The drafter with these settings; its weights are whatever modules start from."""
-        drafter = METHODS[self.method][0](self.config)
-        if isinstance(drafter, DSpark):
-            drafter.add_ends(self.sources)
-        return drafter
+        """The network with these settings; its weights are whatever modules start from."""
+        network = self.method.network(self.config)
+        network.add_own_embeddings(self.sources)
+        return network
 
-    def check(self, drafter: DFlash, given: Collection[str] = ()) -> None:
+    @property
+    def codes_rank(self) -> int | None:
+        """The rank of the drafter's transfer codes; None if its method has none."""
+        return None if self.method.codes is None else vars(self.config)[self.method.codes]
+
+    def check(self, network: DFlash, given: Collection[str] = ()) -> None:
         """Name all missing, unexpected, repeated and wrongly shaped tensors at once.
 
         given: parameters that come from elsewhere.
         """
-        expected = {k: tuple(v.shape) for k, v in tree_flatten(drafter.parameters())}
-        if isinstance(self.config, DSpineConfig) and SPACE[0] in self.sources:
-            expected |= space_shapes(self.config)
+        expected = {k: tuple(v.shape) for k, v in tree_flatten(network.parameters())}
+        if self.codes_rank is not None and SPACE[0] in self.sources:
+            expected |= space_shapes(self.config.hidden_size, self.codes_rank)
             given = [*given, CODES]
         for path in given:
             if path not in self.sources:
@@ -97,7 +100,7 @@ class Checkpoint:
             listed = "; ".join(
                 f"{what}: {', '.join(names)}" for what, names in found.items() if names
             )
-            raise InputError(f"the tensors are not a {type(drafter).__name__}'s: {listed}")
+            raise InputError(f"the tensors are not a {type(network).__name__}'s: {listed}")
 
     def called(self, path: str) -> str:
         """A parameter's name in the files."""
@@ -172,18 +175,18 @@ def open_checkpoint(
     """
     raw, tensors = read_config(folder), read_tensors(folder)
     tensors = renamed(tensors, rename or {})
-    layout = detect(raw, tensors)
+    method, layout = detect(raw, tensors)
     strange = unknown(layout, (rename or {}).values())
     if strange:
         raise InputError(
             f"the table of names gives {', '.join(strange)}, no name of {layout.name}; "
             f"known: {', '.join(layout.names)}"
         )
-    if layout.method == "dspine":
+    if method.codes is not None:
         tensors = with_codes(folder, tensors, codes)
     elif codes:
         raise InputError(f"{layout.name} drafters have no transfer codes; drop --codes")
-    check_ready(tensors)
+    check_flags(method, tensors)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     notes: tuple[str, ...] = ()
     if layout.by_shape:
@@ -192,21 +195,18 @@ def open_checkpoint(
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     sources, problems = match(layout, shapes)
     config = raw if target_layer_ids is None else with_taps(raw, target_layer_ids)
-    fields = layout.settings(config, stacked_shapes(sources, tensors))
-    method = layout.method
-    if method == "dflash" and any(end in sources for end in ENDS):
-        method, fields["markov_rank"], fields["enable_confidence_head"] = "dspark", 0, False
-        notes += ("a DFlash drafter with its own head: runs as a DSpark of rank 0",)
+    found = stacked_shapes(sources, tensors)
+    fields = method.fill(layout.settings(config, found), found)
     if fields.get("first_slot") is None:
-        fields["first_slot"] = METHODS[layout.method][1].first_slot
-    drafter_config = METHODS[method][1].from_dict(fields)
+        fields["first_slot"] = method.config.first_slot
+    drafter_config = method.config.from_dict(fields)
     if drafter_config.mask_token_id >= drafter_config.vocab_size:
         raise InputError(
             f"mask_token_id {drafter_config.mask_token_id} is outside the vocabulary of "
             f"{drafter_config.vocab_size}"
         )
     return Checkpoint(
-        folder, dict(config), tensors, layout, method, drafter_config, sources, problems, notes
+        folder, dict(config), tensors, method, layout, drafter_config, sources, problems, notes
     )
 
 
@@ -245,13 +245,14 @@ def with_codes(folder: Path, tensors: Tensors, codes: Path | None) -> Tensors:
     return tensors | {"transfer_codes": found[0]} if found else tensors
 
 
-def check_ready(tensors: Tensors) -> None:
-    name = next((n for n in tensors if n.removeprefix("model.") == "transfer_ready"), None)
-    if name is None:
-        return
-    ready = load_tensors({name: tensors[name]})[name]
-    if ready.size != 1 or not ready.item():
-        raise InputError("transfer_ready is false: this checkpoint was saved before its codes")
+def check_flags(method: Method, tensors: Tensors) -> None:
+    for name in tensors:
+        if name.removeprefix("model.") in method.flags:
+            flag = load_tensors({name: tensors[name]})[name]
+            if flag.size != 1 or not flag.item():
+                raise InputError(
+                    f"{name} is false: this checkpoint was saved before it was complete"
+                )
 
 
 def with_taps(raw: Mapping[str, Any], ids: list[int]) -> dict[str, Any]:

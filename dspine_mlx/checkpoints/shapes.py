@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dspine_mlx.checkpoints.layouts import Layout
 from dspine_mlx.checkpoints.names import unknown
 from dspine_mlx.drafters.dspine import GATES
+from dspine_mlx.drafters.method import Layout
 from dspine_mlx.errors import InputError
 
 Shape = tuple[int, ...]

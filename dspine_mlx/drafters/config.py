@@ -136,59 +136,6 @@ class DrafterConfig:
         return self.layer_type(layer) == "sliding_attention"
 
 
-@dataclass(frozen=True)
-class DSpineConfig(DrafterConfig):
-    """Adjacent causal injection (arXiv:2609.36173). The block is always causal."""
-
-    is_causal: bool | None = True
-    transfer_rank: int = 1024  # r
-    message_size: int = 512  # a
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.is_causal is False:
-            raise InputError("is_causal is false; a DSpine drafter needs a causal block")
-        if self.is_causal is None:
-            object.__setattr__(self, "is_causal", True)
-
-
-@dataclass(frozen=True)
-class DSparkConfig(DrafterConfig):
-    """Markov and confidence heads (DeepSpec). The anchor's slot makes the first proposal."""
-
-    first_slot: int = 0
-    markov_rank: int = 0  # r; 0: no Markov head
-    markov_head_type: str = "vanilla"
-    enable_confidence_head: bool = False
-    confidence_head_with_markov: bool = False
-    confidence_temperatures: tuple[float, ...] = ()  # one a slot, divides the confidence's logit
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> "DSparkConfig":
-        """Also reads `sample_from_anchor`, which some checkpoints state in place of first_slot."""
-        flat = flatten(config)
-        if isinstance(flat.get("sample_from_anchor"), bool):
-            flat.setdefault("first_slot", int(not flat["sample_from_anchor"]))
-        return super().from_dict(flat)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.markov_rank and self.markov_head_type not in ("vanilla", "gated", "rnn"):
-            raise InputError(
-                f"markov_head_type is {self.markov_head_type!r}; it must be vanilla, gated or rnn"
-            )
-        mixed = self.enable_confidence_head and self.confidence_head_with_markov
-        if mixed and not self.markov_rank:
-            raise InputError("confidence_head_with_markov is true but markov_rank is 0")
-        if len(self.confidence_temperatures) not in (0, self.num_proposals):
-            raise InputError(
-                f"confidence_temperatures has {len(self.confidence_temperatures)} values; "
-                f"this drafter proposes {self.num_proposals} tokens"
-            )
-        if any(t <= 0 for t in self.confidence_temperatures):
-            raise InputError("confidence_temperatures must be above 0")
-
-
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """One level of keys: nested sections win, rope_parameters over rope_scaling and rope_theta."""
     flat = dict(config)

@@ -4,6 +4,9 @@ A block is the anchor x_0 followed by masks. The target's features of all positi
 anchor enter every draft layer as extra keys and values, kept in a cache from round to round.
 """
 
+from collections.abc import Collection
+from copy import copy
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
@@ -12,7 +15,9 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.method import Layout, Method, Names, same
 from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
@@ -117,7 +122,7 @@ class DraftLayer(nn.Module):
 
 class DFlash(nn.Module):
     """The parallel backbone. Embedding and LM head are the target's, lent for every proposal and
-    never copied: see `bind`.
+    never copied (see `bind`), but where a checkpoint has its own.
 
     With a reduced draft vocabulary the head is the target's rows of the tokens `d2t` [Vd], and a
     candidate's id counts those rows.
@@ -150,11 +155,30 @@ class DFlash(nn.Module):
                     "d2t does not lead to ascending ids of the target's vocabulary; it must hold "
                     "offsets, to be added to 0, 1, 2 ..."
                 )
-        return Drafter(self, self.with_ends(target), target, kernels)
+        return Drafter(self, self.with_own_embeddings(target), target, kernels)
 
-    def with_ends(self, target: Target) -> Target:
-        """The target with the embedding and the head that this drafter proposes with."""
-        return target.with_head_rows(self.d2t) if "d2t" in self else target
+    def add_own_embeddings(self, paths: Collection[str]) -> None:
+        """Make room for a checkpoint's own embedding and head, where its parameters name them."""
+        config = self.config
+        if "embed_tokens.weight" in paths:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if "lm_head.weight" in paths:
+            self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
+
+    def with_own_embeddings(self, target: Target) -> Target:
+        """The target with the embedding and head to propose with: the network's own where it has
+        ones that differ, and the head's rows of a reduced vocabulary."""
+        for name, shared in (("embed_tokens", target.embed), ("lm_head", target.lm_head)):
+            if name in self and equal(self[name], shared):
+                del self[name]
+        lent = copy(target)
+        if "embed_tokens" in self:
+            lent.embed = self.embed_tokens
+        if "lm_head" in self:
+            lent.lm_head, lent.tied = self.lm_head, False
+        elif "d2t" in self:
+            lent = lent.with_head_rows(self.d2t)
+        return lent
 
     def tokens(self, ids: mx.array) -> mx.array:
         """The target's ids of candidates."""
@@ -206,3 +230,56 @@ class DFlash(nn.Module):
     def slotwise(self, logits: mx.array, confidence: mx.array | None = None) -> SlotwiseProposal:
         """A proposal of slots that pick on their own, from the head's logits [M, Vd]."""
         return SlotwiseProposal(self.config, logits, self.get("d2t"), confidence)
+
+
+def equal(own: nn.Module, shared: nn.Module) -> bool:
+    """Whether two modules hold the same weight, neither packed."""
+    if "scales" in own or "scales" in shared or own.weight.shape != shared.weight.shape:
+        return False
+    return mx.array_equal(own.weight, shared.weight).item()
+
+
+ATTENTION = tuple(f"layers.{{i}}.self_attn.{name}_proj" for name in "qkvo")
+MLPS = tuple(f"layers.{{i}}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+LARGE = tuple(f"{name}.weight" for name in ("fc", "embed_tokens", "lm_head", *ATTENTION, *MLPS))
+BACKBONE: Names = (
+    same(
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        "layers.{i}.input_layernorm.weight",
+        "layers.{i}.post_attention_layernorm.weight",
+        "layers.{i}.self_attn.q_norm.weight",
+        "layers.{i}.self_attn.k_norm.weight",
+        "layers.{i}.self_attn.attention_sink_bias",
+        *(f"{name}.weight" for name in (*ATTENTION, *MLPS)),
+        *(f"{name}.bias" for name in ATTENTION),  # with attention_bias
+        "d2t",  # with a reduced draft vocabulary
+    )
+    | {
+        "encoder.fc.weight": "fc.weight",
+        "encoder.output_norm_enc.weight": "hidden_norm.weight",
+    }
+    | dict.fromkeys(("t2d", "mask_embedding", "mask_embedding.weight"), "")
+)
+# Where a drafter does not use the target's embedding and head.
+OWN_EMBEDDINGS = same("embed_tokens.weight", "lm_head.weight")
+TENSORS = BACKBONE | OWN_EMBEDDINGS
+
+METHOD = Method(
+    name="dflash",
+    title="DFlash",
+    config=DrafterConfig,
+    network=DFlash,
+    layouts=(
+        Layout("DFlash, speculators", TENSORS, read_speculators, is_speculators),
+        Layout("DFlash, z-lab", TENSORS, read_flat),
+    ),
+    large=LARGE,
+    # DFlashDraftModel is no sign: Tencent's DSpine says it too.
+    architectures=("DFlashSpeculator",),
+    speculators_model_type=("dflash",),
+    projector_type=("dflash",),
+    reference="dspine_mlx.convert.reference:dflash_round",
+    objective="dspine_mlx.train.objectives.dflash:OBJECTIVE",
+)

@@ -5,20 +5,61 @@ proposals. Slot t scores token v after token u as U_t(v) + B_t(u, v), of which o
 candidates of both slots are kept, so the proposal is a K x K table as in DSpine.
 """
 
-from collections.abc import Collection
-from copy import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from dspine_mlx.drafters.config import DSparkConfig
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.config import DrafterConfig, flatten
+from dspine_mlx.drafters.dflash import LARGE, TENSORS, DFlash
+from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
 from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.drafters.top_k import rank
+from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target.model import Target
+
+
+@dataclass(frozen=True)
+class DSparkConfig(DrafterConfig):
+    """Markov and confidence heads (DeepSpec). The anchor's slot makes the first proposal."""
+
+    first_slot: int = 0
+    markov_rank: int = 0  # r; 0: no Markov head
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    confidence_temperatures: tuple[float, ...] = ()  # one a slot, divides the confidence's logit
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "DSparkConfig":
+        """Also reads `sample_from_anchor`, which some checkpoints state in place of first_slot."""
+        flat = flatten(config)
+        if isinstance(flat.get("sample_from_anchor"), bool):
+            flat.setdefault("first_slot", int(not flat["sample_from_anchor"]))
+        return super().from_dict(flat)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank and self.markov_head_type not in ("vanilla", "gated", "rnn"):
+            raise InputError(
+                f"markov_head_type is {self.markov_head_type!r}; it must be vanilla, gated or rnn"
+            )
+        mixed = self.enable_confidence_head and self.confidence_head_with_markov
+        if mixed and not self.markov_rank:
+            raise InputError("confidence_head_with_markov is true but markov_rank is 0")
+        if len(self.confidence_temperatures) not in (0, self.num_proposals):
+            raise InputError(
+                f"confidence_temperatures has {len(self.confidence_temperatures)} values; "
+                f"this drafter proposes {self.num_proposals} tokens"
+            )
+        if any(t <= 0 for t in self.confidence_temperatures):
+            raise InputError("confidence_temperatures must be above 0")
 
 
 class VanillaMarkov(nn.Module):
@@ -101,7 +142,7 @@ def bias(mixed: mx.array, successors: mx.array) -> mx.array:
 
 
 class ConfidenceHead(nn.Module):
-    """c_t = sigmoid(w [h_t; w1[u]] + b), the chance that slot t stands given that t - 1 did."""
+    """c_t = sigmoid(w [h_t; w1[u]] + b), the chance that slot t is accepted if t - 1 is."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -124,29 +165,6 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(config)
         if config.num_draft_tokens < config.vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
-
-    def add_ends(self, paths: Collection[str]) -> None:
-        """Make room for a checkpoint's own embedding and head, where its parameters name them."""
-        config = self.config
-        if "embed_tokens.weight" in paths:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if "lm_head.weight" in paths:
-            self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
-
-    def with_ends(self, target: Target) -> Target:
-        """The target's embedding and head, except where the checkpoint has ones that differ."""
-        ends = copy(target)
-        if "embed_tokens" in self:
-            if equal(self.embed_tokens, target.embed):
-                del self.embed_tokens
-            else:
-                ends.embed = self.embed_tokens
-        if "lm_head" in self:
-            if equal(self.lm_head, target.lm_head):
-                del self.lm_head
-            else:
-                ends.lm_head, ends.tied = self.lm_head, False
-        return ends
 
     def propose(
         self,
@@ -203,8 +221,62 @@ class DSpark(DFlash):
         return mx.sigmoid(logits)
 
 
-def equal(own: nn.Module, shared: nn.Module) -> bool:
-    """Whether two modules hold the same weight, neither packed."""
-    if "scales" in own or "scales" in shared or own.weight.shape != shared.weight.shape:
-        return False
-    return mx.array_equal(own.weight, shared.weight).item()
+def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """Rank and heads, where keys leave them open."""
+    w1, confidence = (
+        shapes.get(f"{name}.weight") for name in ("markov_head.markov_w1", "confidence_head.proj")
+    )
+    if flat.get("markov_rank") is None:
+        flat["markov_rank"] = w1[-1] if w1 else 0
+    if flat.get("enable_confidence_head") is None:
+        flat["enable_confidence_head"] = confidence is not None
+    if flat.get("confidence_head_with_markov") is None:
+        flat["confidence_head_with_markov"] = bool(
+            confidence and confidence[-1] != flat.get("hidden_size")
+        )
+    if not flat["enable_confidence_head"] or not flat["markov_rank"]:
+        flat["confidence_head_with_markov"] = False
+    return flat
+
+
+def is_specforge(config: Config, names: Collection[str]) -> bool:
+    return "dflash_config" in config or any("logit_head." in name for name in names)
+
+
+HEADS = same(
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+    "markov_head.gate_proj.weight",
+    "markov_head.gate_proj.bias",
+    "markov_head.joint_proj.weight",
+    "markov_head.joint_proj.bias",
+    "confidence_head.proj.weight",
+    "confidence_head.proj.bias",
+)
+NESTED_HEADS = {f"logit_head.{name}": path for name, path in HEADS.items()}
+MARKS = ("markov_head.", "confidence_head.")
+
+METHOD = Method(
+    name="dspark",
+    title="DSpark",
+    config=DSparkConfig,
+    network=DSpark,
+    layouts=(
+        Layout("DSpark, speculators", TENSORS | HEADS, read_speculators, is_speculators),
+        Layout("DSpark, SpecForge", TENSORS | HEADS | NESTED_HEADS, read_flat, is_specforge),
+        Layout("DSpark, DeepSpec", TENSORS | HEADS, read_flat),
+    ),
+    large=LARGE,
+    architectures=(
+        "DSparkDraftModel",
+        "Qwen3DSparkModel",
+        "Lfm2DSparkDraftModel",
+        "DSparkSpeculator",
+    ),
+    speculators_model_type=("dspark",),
+    projector_type=("dspark",),
+    marks=MARKS,
+    fill=heads_from_tensors,
+    reference="dspine_mlx.convert.reference:dspark_round",
+    objective="dspine_mlx.train.objectives.dspark:OBJECTIVE",
+)

@@ -4,21 +4,44 @@ After each layer a slot receives what its predecessor predicts at that depth; af
 the same injection takes the predecessor's token instead, which gives a K x K transition table.
 """
 
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from dspine_mlx.drafters.config import DSpineConfig
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.method import Config, Layout, Method, Names, Shapes
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.settings import is_nested, read_flat, read_reference, section
 from dspine_mlx.drafters.top_k import rank, scale_scores
+from dspine_mlx.errors import InputError
 from dspine_mlx.metal.inject import gated_message, residual_write
 from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.transition import candidate_messages, transition_scores
 from dspine_mlx.target.model import Target
 
 GATES = ("receiver_gate", "predecessor_gate", "message")  # G_q, G_p, A, as stacked in `gates`
+
+
+@dataclass(frozen=True)
+class DSpineConfig(DrafterConfig):
+    """Adjacent causal injection (arXiv:2609.36173). The block is always causal."""
+
+    is_causal: bool | None = True
+    transfer_rank: int = 1024  # r
+    message_size: int = 512  # a
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_causal is False:
+            raise InputError("is_causal is false; a DSpine drafter needs a causal block")
+        if self.is_causal is None:
+            object.__setattr__(self, "is_causal", True)
 
 
 class Injection(nn.Module):
@@ -160,3 +183,62 @@ def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:
         bits=linear.bits,
         mode=linear.mode,
     )
+
+
+def sizes_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """Rank and message size, where no key states them."""
+    readout, bias = shapes.get("injection.readouts.0.weight"), shapes.get("injection.bias")
+    if flat.get("transfer_rank") is None and readout:
+        flat["transfer_rank"] = readout[0]
+    if flat.get("message_size") is None and bias:
+        flat["message_size"] = bias[0]
+    return flat
+
+
+BRIDGE = "selected_prefix_code_bridge"
+
+
+def has_bridge(config: Config, names: Collection[str]) -> bool:
+    inner = section(config, "config") or config
+    return BRIDGE in section(inner, "dflash_config")
+
+
+INJECTION: Names = {
+    "injection.readouts.{i}.weight": "injection.readouts.{i}.weight",  # R_i
+    "injection.writes.{i}.weight": "injection.writes.{i}.weight",  # W_i
+    "injection.receiver_gate.weight": "injection.gates.weight#0",  # G_q
+    "injection.predecessor_gate.weight": "injection.gates.weight#1",  # G_p
+    "injection.message.weight": "injection.gates.weight#2",  # A
+    "injection.bias": "injection.bias",  # b
+    "transfer_codes": "transfer_codes.weight",  # C
+    "transfer_ready": "",
+}
+TENSORS = BACKBONE | INJECTION
+
+METHOD = Method(
+    name="dspine",
+    title="DSpine",
+    config=DSpineConfig,
+    network=DSpine,
+    layouts=(
+        Layout("DSpine, Tencent", TENSORS, read_flat, has_bridge, by_shape=True),
+        Layout(
+            "DSpine, reference",
+            TENSORS | {"codes": "transfer_codes.weight"},
+            read_reference,
+            is_nested,
+        ),
+        Layout("DSpine, SpecForge", TENSORS, read_flat),
+    ),
+    large=LARGE,  # drafts are sensitive to injections, which are small
+    architectures=("DSpineDraftModel",),
+    projector_type=("dspine",),
+    keys=("dspine_config", f"dflash_config.{BRIDGE}"),
+    marks=("injection.",),
+    required="injection.",
+    fill=sizes_from_tensors,
+    codes="transfer_rank",
+    flags=("transfer_ready",),
+    reference="dspine_mlx.convert.reference:dspine_round",
+    objective="dspine_mlx.train.objectives.dspine:OBJECTIVE",
+)

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="dspine-mlx serve",
         usage="%(prog)s --model MODEL [--draft-model DRAFTER] [flags below and of mlx_lm.server]",
-        description="mlx_lm.server with a DSpine, DSpark or DFlash drafter as its --draft-model.",
+        description="mlx_lm.server with a block drafter as its --draft-model.",
         add_help=False,
         allow_abbrev=False,
     )

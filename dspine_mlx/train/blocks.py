@@ -2,7 +2,7 @@
 context strictly before its anchor, and itself.
 
 S sequences of n tokens, A blocks each, B slots a block of which M make proposals; proposal i of the
-block at anchor a (i = 0 .. M - 1) stands for token a + 1 + i, whose predecessor is token a + i.
+block at anchor a (i = 0 .. M - 1) proposes token a + 1 + i, whose predecessor is token a + i.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import mlx.nn as nn
 
 from dspine_mlx.drafters.dflash import ContextAttention, DraftLayer
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.train.config import LossConfig
+from dspine_mlx.train.objectives import objective_of
 
 
 class Batch(NamedTuple):
@@ -66,14 +66,18 @@ def forward(
     context = Context(network.context(features), batch.anchors)
     h = embed(drafter, batch)
     layers = [run(layer, checkpoint) for layer in network.layers]
-    if isinstance(network, DSpine):
-        return injected(network, batch, layers, h, context, config)
-    for layer in layers:
-        h = layer(h, *context)
-    return States(network.norm(h[:, :, drafter.config.first_slot :]))
+    return objective_of(drafter).states(network, batch, Inputs(layers, h, context), config)
 
 
 Layer = Callable[[mx.array, mx.array, mx.array], mx.array]
+
+
+class Inputs(NamedTuple):
+    """What the layers of a forward start from."""
+
+    layers: list[Layer]
+    h: mx.array  # [S, A, B, d]
+    context: Context
 
 
 def run(layer: DraftLayer, checkpoint: bool) -> Layer:
@@ -93,51 +97,6 @@ def embed(drafter: Drafter, batch: Batch) -> mx.array:
     fill = mx.full((S, A, masks), drafter.config.mask_token_id, anchors.dtype)
     block = drafter.target.embed(mx.concatenate([anchors, fill], axis=-1))
     return block.astype(drafter.network.fc.weight.dtype) * drafter.config.input_embedding_scale
-
-
-def injected(
-    network: DSpine,
-    batch: Batch,
-    layers: list[Layer],
-    h: mx.array,
-    context: Context,
-    config: LossConfig,
-) -> States:
-    """`DSpine.injected_backbone` for many blocks, with every layer's states kept."""
-    injection, a = network.injection, network.injection.bias.shape[0]
-    known = injection.from_codes(network.transfer_codes(batch.predecessors))  # [S, A, M, 2a]
-    # The last layer keeps the predicted predecessor, or the base logits would see the text itself.
-    replace = min(config.replacement_layers, len(layers) - 1)
-    kept = []
-    for i, layer in enumerate(layers):
-        block = layer(h, *context)
-        u = block[:, :, 1:]
-        products = injection.gates(unit(injection.readouts[i](u)))
-        receiver = products[..., :a] + injection.bias
-        previous = mx.concatenate([known[:, :, :1], products[:, :, :-1, a:]], axis=2)
-        if i < replace:
-            previous = mx.where(batch.replaced[..., None, None], known, previous)
-        written = inject(u, receiver, previous, injection.writes[i]) if config.injection else u
-        kept.append(written)
-        h = mx.concatenate([block[:, :, :1], written], axis=2)
-    refined = inject(u, receiver, known, injection.writes[-1])
-    return States(network.norm(written), network.norm(refined), tuple(kept))
-
-
-def inject(u: mx.array, receiver: mx.array, previous: mx.array, write: nn.Linear) -> mx.array:
-    """u + RMS(u) W (sigmoid(receiver + G_p z) * A z), with previous = [G_p z, A z]."""
-    a = receiver.shape[-1]
-    message = mx.sigmoid(receiver + previous[..., :a]) * previous[..., a:]
-    rms = mx.sqrt(u.astype(mx.float32).square().mean(axis=-1, keepdims=True)).astype(u.dtype)
-    return u + rms * write(message)
-
-
-def unit(y: mx.array) -> mx.array:
-    """sqrt(r) y / ||y||, the norm in float32 and at least 1e-12."""
-    wide = y.astype(mx.float32)
-    # the floor goes under the root, whose gradient at 0 is infinite
-    norm = mx.sqrt(mx.maximum(wide.square().sum(axis=-1, keepdims=True), 1e-24))
-    return (wide * (y.shape[-1] ** 0.5 / norm)).astype(y.dtype)
 
 
 def attend(attn: ContextAttention, x: mx.array, context: Context) -> mx.array:

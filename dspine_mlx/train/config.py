@@ -22,7 +22,7 @@ class LossConfig:
     ce_start: float | None = None  # None: ce_weight, throughout
     ce_hold: float = 0.0
     ce_end: float = 0.5
-    reference: Reference = "token"  # CE against the text's token, or against the target's whole law
+    reference: Reference = "token"  # CE against the text's token, or the target's distribution
     position_decay: float = 7.0  # slot i of 0, 1, ... weighs exp(-i / decay); DSpark: 4
     refined_weight: float = 1.0
     candidate_mass_threshold: float = 1e-4  # L1 on candidates only where they hold more than this
@@ -87,10 +87,3 @@ def ramp(x: float, start: float, end: float, first: float, last: float) -> float
     if x >= end:
         return last
     return first + (last - first) * max(0.0, x - start) / (end - start)
-
-
-LOSSES = {
-    "dflash": LossConfig(ce_weight=1.0),
-    "dspark": LossConfig(position_decay=4.0),
-    "dspine": LossConfig(),
-}

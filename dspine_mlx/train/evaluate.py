@@ -83,7 +83,7 @@ def lookup_length(texts: list[Decoded], draft: int, ngram: int = 4) -> float:
     """Tokens a target call that prompt lookup would reach on the same texts.
 
     It drafts the up to `draft` tokens that followed the latest earlier place where the last
-    `ngram` tokens (or fewer, down to 1) stood, and keeps those that the text confirms.
+    `ngram` tokens (or fewer, down to 1) occurred, and keeps those that the text confirms.
     """
     calls = tokens = 0
     for text in texts:
@@ -113,24 +113,24 @@ def look_up(seen: list[int], draft: int, ngram: int) -> list[int]:
 def teacher_forced(
     drafter: Drafter, texts: list[Decoded], loss: LossConfig
 ) -> tuple[list[float], list[float]]:
-    """Of every slot, greedy and sampled: the chance that it stands if those before it did, at every
-    token of the texts, which serve as the true predecessors."""
+    """Of every slot, greedy and sampled: the chance that it is accepted if those before it are, at
+    every token of the texts, which serve as the true predecessors."""
     M = drafter.config.num_proposals
     source = observe(drafter.target, drafter.config.target_layer_ids)
-    reached, stood = np.zeros((2, M)), np.zeros((2, M))
+    reached, accepted = np.zeros((2, M)), np.zeros((2, M))
     for text in texts:
         tokens = np.array(text.prompt + text.tokens, np.int32)
         blocks = draw_blocks(Sequence(0, tokens, len(text.prompt)), len(tokens), 0.0, seed=0)
         batch = assemble([blocks], source, np.ones(M, np.float32))
         _, rows = drafter_loss(drafter, batch, STILL, loss)
         inside = np.array(batch.weights[0])
-        for kind, stands in enumerate((rows.agree, rows.overlap)):
-            chance = np.array(stands[0].astype(mx.float32)) * inside
+        for kind, chances in enumerate((rows.agree, rows.overlap)):
+            chance = np.array(chances[0].astype(mx.float32)) * inside
             before = np.cumprod(chance, axis=-1)
             before = np.concatenate([np.ones((len(before), 1)), before[:, :-1]], axis=1) * inside
             reached[kind] += before.sum(axis=0)
-            stood[kind] += (before * chance).sum(axis=0)
-    greedy, sampled = (stood / np.maximum(reached, 1e-9)).tolist()
+            accepted[kind] += (before * chance).sum(axis=0)
+    greedy, sampled = (accepted / np.maximum(reached, 1e-9)).tolist()
     return greedy, sampled
 
 

@@ -10,22 +10,14 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.checkpoints.names import published_weights
+from dspine_mlx.drafters import method_of
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark
-from dspine_mlx.drafters.dspine import GATES, DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.config import LossConfig
+from dspine_mlx.train.objectives import objective_named, objective_of
 
-DSPINE_KEYS = ("transfer_rank", "message_size", "top_k")
-DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
-DSPARK_KEYS = (  # stated twice: SpecForge nests them, other readers look at the top level
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
-STATED = {"is_causal", "rms_norm_eps", "rope_theta", "max_position_embeddings", *DSPINE_KEYS}
+STATED = {"is_causal", "rms_norm_eps", "rope_theta", "max_position_embeddings", "top_k"}
 
 
 def export(
@@ -41,15 +33,17 @@ def export(
 
     hf: SpecForge's tensor names, which servers elsewhere expect; both kinds load here.
     """
-    check_layout(type(drafter.network), drafter.config.draft_vocab_size, hf)
+    method = method_of(drafter.network)
+    check_layout(method.name, drafter.config.draft_vocab_size, hf)
     if folder.exists() and not replace:
         raise InputError(f"{folder} exists already; name a new folder")
     temporary = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     weights = dict(tree_flatten(drafter.network.parameters()))
-    if hf and isinstance(drafter.network, DSpine):
-        weights = torch_names(weights)
+    if hf:
+        weights = published_weights(method.exported, weights)
+        weights |= {flag: mx.array(True) for flag in method.flags}
     if "d2t" in weights:
         weights |= vocabulary_map(weights["d2t"], drafter.config.vocab_size)
     weights = {
@@ -70,12 +64,12 @@ def export(
         os.replace(temporary, folder)
 
 
-def check_layout(method: type[DFlash], draft_vocab_size: int | None, hf: bool) -> None:
+def check_layout(method: str, draft_vocab_size: int | None, hf: bool) -> None:
     """Whether such a drafter can be written in that layout."""
-    if hf and draft_vocab_size is not None and not issubclass(method, DSpark):
+    if hf and draft_vocab_size is not None and not objective_named(method).reduced_in_hf:
         raise InputError(
-            f"draft_vocab_size is {draft_vocab_size}, which the hf layout takes for DSpark only; "
-            "export in the mlx layout, or leave it out"
+            f"draft_vocab_size is {draft_vocab_size}, for which {method} has no place in the hf "
+            "layout; export in the mlx layout, or leave it out"
         )
 
 
@@ -87,45 +81,16 @@ def vocabulary_map(ids: mx.array, vocab_size: int) -> dict[str, mx.array]:
     return {"d2t": ids.astype(mx.int64) - mx.arange(ids.size, dtype=mx.int64), "t2d": known}
 
 
-def torch_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """DSpine's tensors under SpecForge's names: as it publishes them."""
-    out = dict(weights)
-    parts = mx.split(out.pop("injection.gates.weight"), len(GATES))
-    out |= {f"injection.{name}.weight": part for name, part in zip(GATES, parts, strict=True)}
-    out["transfer_codes"] = out.pop("transfer_codes.weight")
-    out["transfer_ready"] = mx.array(True)
-    return out
-
-
 def checkpoint_config(drafter: Drafter, loss: LossConfig, dtype: mx.Dtype) -> dict[str, Any]:
     """config.json with the keys that public checkpoints have; of ours those that say something."""
     defaults = {f.name: f.default for f in fields(drafter.config) if f.name not in STATED}
     flat = {
         k: v for k, v in asdict(drafter.config).items() if k not in defaults or v != defaults[k]
     }
-    method = type(drafter.network).__name__
-    nested = {k: flat.pop(k) for k in DFLASH_KEYS}
-    if isinstance(drafter.network, DSpark):
-        nested |= {"projector_type": "dspark"} | {k: vars(drafter.config)[k] for k in DSPARK_KEYS}
+    sections = objective_of(drafter).sections(drafter.config, loss, flat)
     config: dict[str, Any] = {
-        "architectures": [f"{method}DraftModel"],
+        "architectures": [f"{type(drafter.network).__name__}DraftModel"],
         "model_type": "qwen3",
         "tie_word_embeddings": False,  # it has none; some readers want the key
     }
-    if isinstance(drafter.network, DSpine):
-        config["dspine_config"] = {k: flat.pop(k) for k in DSPINE_KEYS} | training_keys(loss)
-    return config | flat | {"dflash_config": nested, "dtype": str(dtype).removeprefix("mlx.core.")}
-
-
-def training_keys(loss: LossConfig) -> dict[str, float]:
-    """How it was trained, under SpecForge's names."""
-    names = (
-        "ce_weight",
-        "alignment_weight",
-        "replacement_layers",
-        "replacement_probability",
-        "replacement_hold_ratio",
-        "replacement_end_ratio",
-        "candidate_mass_threshold",
-    )
-    return {name: vars(loss)[name] for name in names}
+    return config | flat | sections | {"dtype": str(dtype).removeprefix("mlx.core.")}

@@ -1,4 +1,4 @@
-"""Losses of DFlash, DSpark and DSpine drafters, row by row.
+"""Training losses, row by row. What a method adds of its own is in `dspine_mlx.train.objectives`.
 
 A row is one proposal of one block. Every term is a sum over rows of weight * loss, divided by the
 sum of the weights of all rows of the optimiser step: micro-batches add up to the loss of the whole.
@@ -9,15 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark, RNNMarkov, VanillaMarkov
-from dspine_mlx.drafters.dspine import DSpine
-from dspine_mlx.drafters.top_k import scale_scores, top_k
-from dspine_mlx.train.blocks import Batch, States, forward
+from dspine_mlx.drafters.top_k import scale_scores
+from dspine_mlx.train.blocks import Batch, forward
 from dspine_mlx.train.config import LossConfig
+from dspine_mlx.train.objectives import objective_of
 
 
 class Schedule(NamedTuple):
@@ -34,7 +31,7 @@ class LossRows(NamedTuple):
     loss: mx.array  # [R]
     ce: mx.array  # [R] of the base logits, against the text
     agree: mx.array  # [R] bool: the drafter's best token is the target's
-    overlap: mx.array  # [R] sum over v of min(p, q): the chance that a sampled draft stands
+    overlap: mx.array  # [R] sum over v of min(p, q): the chance that a sampled draft is accepted
 
 
 def drafter_loss(
@@ -47,10 +44,11 @@ def drafter_loss(
     logit_rows: int = 2048,
 ) -> tuple[mx.array, LossRows]:
     """This batch's share of the step's loss, and the rows [S, A, M] it is made of."""
+    objective = objective_of(drafter)
     states = forward(drafter, batch, config, checkpoint=checkpoint)
-    inputs, shared = row_inputs(drafter, batch, states)
+    inputs, shared = objective.row_inputs(drafter, batch, states)
     flat = [x.reshape(-1, *x.shape[3:]) for x in inputs]
-    row_loss: RowLoss = partial(ROWS[type(drafter.network)], drafter, config)
+    row_loss: Callable[..., LossRows] = partial(objective.row_loss, drafter, config)
     count = flat[0].shape[0]
     if count > logit_rows:
         row_loss = mx.checkpoint(row_loss)  # a chunk's logits are made again in the backward pass
@@ -60,30 +58,10 @@ def drafter_loss(
     ]
     parts = [mx.concatenate(part) for part in zip(*chunks, strict=True)]
     rows = LossRows(*(part.reshape(batch.weights.shape) for part in parts))
-    loss = rows.loss
-    if isinstance(drafter.network, DSpine):
-        loss = loss + schedule.beta * alignment(drafter, batch, states, rows.ce, config)
+    loss, aligned = rows.loss, objective.alignment(drafter, batch, states, rows.ce, config)
+    if aligned is not None:
+        loss = loss + schedule.beta * aligned
     return (batch.weights * loss).sum() / schedule.denominator, rows
-
-
-def row_inputs(
-    drafter: Drafter, batch: Batch, states: States
-) -> tuple[list[mx.array], list[mx.array]]:
-    """What a loss takes, besides alpha: of every row, [S, A, M, ...] each, and what rows share."""
-    inputs = [batch.gather(batch.hidden, 0), draft_ids(drafter, batch.labels), states.base]
-    if states.refined is not None:
-        return [*inputs, states.refined], []
-    network = drafter.network
-    if not isinstance(network, DSpark):
-        return inputs, []
-    previous = network.markov_head.markov_w1(batch.predecessors)
-    mixed = teacher_forced(network.markov_head, previous, states.base)
-    features = states.base
-    if network.config.confidence_head_with_markov:
-        features = mx.concatenate([features, previous], axis=-1)
-    confidence = network.confidence_head(features)
-    own = [network.lm_head.weight] if "lm_head" in network else []
-    return [*inputs, mixed, confidence], [network.markov_head.markov_w2.weight, *own]
 
 
 def draft_ids(drafter: Drafter, tokens: mx.array) -> mx.array:
@@ -96,24 +74,8 @@ def draft_ids(drafter: Drafter, tokens: mx.array) -> mx.array:
     return places[tokens]
 
 
-def teacher_forced(head: VanillaMarkov, previous: mx.array, states: mx.array) -> mx.array:
-    """The r numbers [S, A, M, r] that w2 turns into the bias, from the true predecessors' w1."""
-    if not isinstance(head, RNNMarkov):
-        return head.mix(previous, states)
-    state, outputs = mx.zeros_like(previous[:, :, 0]), []
-    for t in range(previous.shape[2]):
-        joint = head.joint_proj(
-            mx.concatenate([state, previous[:, :, t], states[:, :, t]], axis=-1)
-        )
-        gate, candidate, output = mx.split(joint, 3, axis=-1)
-        gate = mx.sigmoid(gate)
-        state = gate * state + (1 - gate) * mx.tanh(candidate)
-        outputs.append(mx.tanh(output))
-    return mx.stack(outputs, axis=2)
-
-
-class Laws(NamedTuple):
-    """The target's law and the drafter's, of R rows over the tokens that the drafter proposes."""
+class Distributions(NamedTuple):
+    """The target's p and the drafter's q of R rows, over the tokens that the drafter proposes."""
 
     p: mx.array  # [R, V]; of a reduced vocabulary [R, Vd], which does not add up to 1
     q: mx.array  # the same
@@ -151,7 +113,7 @@ def cross_entropy(logits: mx.array, lse: mx.array, labels: mx.array) -> mx.array
     return mx.where(labels < logits.shape[-1], ce, 0)
 
 
-def laws(drafter: Drafter, hidden: mx.array, own: mx.array) -> Laws:
+def distributions(drafter: Drafter, hidden: mx.array, own: mx.array) -> Distributions:
     """From the target's last states [R, d] and the drafter's own logits."""
     head = drafter.verifier.head(hidden.astype(drafter.verifier.dtype))
     p = mx.stop_gradient(mx.softmax(scale_scores(head, drafter.config), axis=-1))
@@ -159,7 +121,7 @@ def laws(drafter: Drafter, hidden: mx.array, own: mx.array) -> Laws:
     if "d2t" in drafter.network:
         p = p[:, drafter.network.d2t]
         outside = 1 - p.sum(axis=-1)
-    return Laws(p, *softmax(own), own, best, outside)
+    return Distributions(p, *softmax(own), own, best, outside)
 
 
 def all_logits(drafter: Drafter, states: mx.array) -> mx.array:
@@ -176,127 +138,13 @@ def softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return powers / total, (top + mx.log(total))[:, 0]
 
 
-def dflash_rows(
-    drafter: Drafter,
-    config: LossConfig,
-    alpha: mx.array,
-    hidden: mx.array,
-    labels: mx.array,
-    base: mx.array,
-) -> LossRows:
-    """CE (alpha = 1), or the papers' mix with L1."""
-    law = laws(drafter, hidden, all_logits(drafter, base))
-    ce = law.cross_entropy(labels)
-    return LossRows(law.distribution_loss(ce, alpha, config), ce, law.agree, law.overlap)
-
-
-def dspark_rows(
-    drafter: Drafter,
-    config: LossConfig,
-    alpha: mx.array,
-    successors: mx.array,
-    *rows: mx.array,
-) -> LossRows:
-    """The mix on logits with the Markov bias, and BCE of the confidence against 1 - L1 / 2.
-
-    successors: w2 [V, r]; rows: the drafter's own head if it has one, then the target's states,
-    labels, base, mixed [R, r], confidence [R].
-    """
-    *head, hidden, labels, base, mixed, confidence = rows
-    own = scale_scores(base @ head[0].T, drafter.config) if head else all_logits(drafter, base)
-    law = laws(drafter, hidden, own + mixed @ successors.T)
-    ce = law.cross_entropy(labels)
-    stands = nn.losses.binary_cross_entropy(
-        confidence, mx.stop_gradient(law.overlap), with_logits=True, reduction="none"
-    )
-    loss = law.distribution_loss(ce, alpha, config) + config.confidence_weight * stands
-    return LossRows(loss, ce, law.agree, law.overlap)
-
-
-def dspine_rows(
-    drafter: Drafter,
-    config: LossConfig,
-    alpha: mx.array,
-    *rows: mx.array,
-) -> LossRows:
-    """The mix on the base logits, and again on the scores of the base's K candidates, which are the
-    refined ones (without refinement: the base's).
-
-    rows: the target's states, labels, base and refined states.
-    """
-    hidden, labels, base, refined = rows
-    law = laws(drafter, hidden, all_logits(drafter, base))
-    ce = law.cross_entropy(labels)
-    loss = law.distribution_loss(ce, alpha, config)
-    logits = mx.stop_gradient(law.logits)
-    candidates = mx.stop_gradient(top_k(logits, drafter.config.top_k)[0])
-    p = mx.take_along_axis(law.p, candidates, axis=-1)
-    if config.refinement:
-        head = drafter.target.head_rows(candidates).astype(refined.dtype)  # [R, K, d]
-        scores = scale_scores((head @ refined[..., None])[..., 0], drafter.config)
-        own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
-        loss = loss + config.refined_weight * own
-    else:
-        scores = mx.take_along_axis(law.logits, candidates, axis=-1)
-    first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
-    best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
-    overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-    return LossRows(loss, ce, best == law.best, overlap)
-
-
-RowLoss = Callable[..., LossRows]
-ROWS: dict[type[DFlash], RowLoss] = {DFlash: dflash_rows, DSpark: dspark_rows, DSpine: dspine_rows}
-
-
-def candidate_loss(
-    scores: mx.array, p: mx.array, hit: mx.array, alpha: mx.array, config: LossConfig
-) -> mx.array:
-    """The mix on K candidates, [R]: of scores, the target's p, and hit (it is the label), [R, K].
-
-    The target's law is renormalised on the candidates. CE counts only where the label is one of
-    them, L1 (and CE against the law) only where they hold more than `candidate_mass_threshold`.
-    """
-    q, lse = softmax(scores)
-    mass = p.sum(axis=-1, keepdims=True)
-    inside = (mass > config.candidate_mass_threshold)[:, 0]
-    target = p / mx.maximum(mass, config.candidate_mass_threshold)
-    if config.reference == "law":
-        ce = mx.where(inside, lse - (target * scores).sum(axis=-1), 0)
-    else:
-        ce = mx.where(hit, lse[:, None] - scores, 0).sum(axis=-1)
-    l1 = mx.where(inside, mx.abs(target - q).sum(axis=-1), 0)
-    return alpha * ce + (1 - alpha) * l1
-
-
-def alignment(
-    drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig
-) -> mx.array:
-    """What each layer's states say of their own token, per row, the mean over layers: [S, A, M].
-
-    1 - cos(R_l h_l, C[y]), weighted with the row's CE (no gradient), so that it fades as the
-    drafter learns; `token`: the CE of norm(h_l) in its place, the plain way to supervise a layer.
-    """
-    network, labels, weight = drafter.network, batch.labels, mx.stop_gradient(ce)
-    if config.alignment == "token":
-        ids = draft_ids(drafter, labels)
-        logits = [all_logits(drafter, network.norm(h)) for h in states.layers]
-        losses = [cross_entropy(own, mx.logsumexp(own, axis=-1), ids) for own in logits]
-        return sum(losses) / len(losses)
-    codes = network.transfer_codes(labels)
-    cosines = [
-        nn.losses.cosine_similarity_loss(readout(h), codes, axis=-1, eps=1e-12)
-        for readout, h in zip(network.injection.readouts, states.layers, strict=True)
-    ]
-    return weight * (1 - sum(cosines) / len(cosines))
-
-
-def acceptance_length(weights: mx.array, stands: mx.array) -> tuple[mx.array, mx.array]:
+def acceptance_length(weights: mx.array, accepted: mx.array) -> tuple[mx.array, mx.array]:
     """Sum over blocks of the expected tokens of a round, the target's own included, and the blocks.
 
-    stands [S, A, M]: the chance that slot t stands given that the slots before it did; weights > 0
+    accepted [S, A, M]: the chance that slot t is accepted if the slots before it are; weights > 0
     mark the proposals inside the text.
     """
     inside = weights > 0
-    survival = mx.cumprod(mx.where(inside, stands.astype(mx.float32), 0), axis=-1)
+    survival = mx.cumprod(mx.where(inside, accepted.astype(mx.float32), 0), axis=-1)
     blocks = inside.any(axis=-1)
     return blocks.sum() + survival.sum(), blocks.sum()

@@ -13,22 +13,22 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.checkpoints.files import read_config
-from dspine_mlx.checkpoints.layouts import METHODS
 from dspine_mlx.checkpoints.open import open_checkpoint
+from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.config import flatten
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import resolve
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.batches import Observe
-from dspine_mlx.train.config import LOSSES, LossConfig, TrainConfig
+from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence, read_sequences
 from dspine_mlx.train.features import FeatureCache, observe
 from dspine_mlx.train.loop import CHECKPOINT, Source, Trainer
+from dspine_mlx.train.objectives import objective_named
 from dspine_mlx.train.settings import changed, parse_settings
-from dspine_mlx.train.start import start_dspine, start_head, start_layers, start_vocabulary
+from dspine_mlx.train.start import start_head, start_layers, start_vocabulary
 
 SETTINGS = "run.json"
 HELD_OUT = 64  # sequences taken off the end of the data when no held-out file is named
@@ -44,16 +44,6 @@ COPIED = (  # what a new drafter takes from its target's config.json
     "max_position_embeddings",
     "final_logit_softcapping",
 )
-BLOCKS = {"dflash": 16, "dspine": 16, "dspark": 7}
-HEADS: dict[str, dict[str, Any]] = {
-    "dflash": {},
-    "dspine": {},
-    "dspark": {
-        "markov_rank": 256,
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    },
-}
 Progress = Callable[[str, int, int], None]
 
 
@@ -96,14 +86,12 @@ class Run:
 
 def new_run(method: str, model: str, data: str, settings: list[str], **options: Any) -> Run:
     """A run with the method's published constants, but for settings such as loss.ce_weight=0.5."""
-    if method not in LOSSES:
-        raise InputError(f"the method is {method!r}; it must be {', '.join(LOSSES)}")
-    sections = parse_settings(settings)
+    loss, sections = objective_named(method).loss, parse_settings(settings)
     return Run(
         model,
         data,
         changed(TrainConfig(), sections["train"]),
-        changed(LOSSES[method], sections["loss"]),
+        changed(loss, sections["loss"]),
         method,
         drafter=sections["drafter"],
         **options,
@@ -182,14 +170,12 @@ def new_drafter(
     run: Run, target: Target, tokenizer: TokenizerWrapper, sequences: list[Sequence]
 ) -> Drafter:
     """A drafter with its starting weights, in float32, bound to the target."""
-    network_class, config_class = METHODS[run.method]
-    config = config_class.from_dict(drafter_config(run, target, tokenizer))
-    network = network_class(config)
+    method = METHODS[run.method]
+    network = method.network(method.config.from_dict(drafter_config(run, target, tokenizer)))
     network.set_dtype(mx.float32)
     if "d2t" in network:
         start_vocabulary(network, target, sequences)
-    if isinstance(network, DSpine):
-        start_dspine(network, target)
+    objective_named(run.method).start(network, target)
     if run.target_layers is not None:
         start_layers(network, target, run.target_layers)
     if run.warm_start is not None:
@@ -206,12 +192,12 @@ def drafter_config(run: Run, target: Target, tokenizer: TokenizerWrapper) -> dic
     """The target's own shapes, the method's block size and heads, then what the run states."""
     source = flatten(read_config(resolve(run.model)))
     source |= flatten(source.get("text_config") or {})
-    layers = run.drafter.get("num_hidden_layers", 5)
+    objective, layers = objective_named(run.method), run.drafter.get("num_hidden_layers", 5)
     config: dict[str, Any] = {name: source[name] for name in COPIED if source.get(name) is not None}
     config |= {
         "num_hidden_layers": layers,
         "vocab_size": target.vocab_size,
-        "block_size": BLOCKS[run.method],
+        "block_size": objective.block_size,
         "num_target_layers": len(target.layers),
         "target_layer_ids": spread(len(target.layers), min(layers, len(target.layers) - 1)),
         "target_hidden_size": target.hidden_size,
@@ -223,10 +209,10 @@ def drafter_config(run: Run, target: Target, tokenizer: TokenizerWrapper) -> dic
             "the tokenizer has no mask token; name a token that texts never hold with "
             "--set drafter.mask_token_id=ID"
         )
-    unknown = run.drafter.keys() - {f.name for f in fields(METHODS[run.method][1])}
+    unknown = run.drafter.keys() - {f.name for f in fields(METHODS[run.method].config)}
     if unknown:
         raise InputError(f"a {run.method} drafter has no setting {', '.join(sorted(unknown))}")
-    return config | HEADS[run.method] | run.drafter
+    return config | dict(objective.settings) | run.drafter
 
 
 def spread(layers: int, taps: int) -> list[int]:

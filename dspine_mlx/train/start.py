@@ -1,41 +1,14 @@
-"""Where training starts: the transfer space, target layers, or a DFlash checkpoint."""
+"""Where training starts: the tokens that can be drafted, and target layers."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dspine_mlx.checkpoints.transfer_space import transfer_codes
 from dspine_mlx.drafters.dflash import DFlash
-from dspine_mlx.drafters.dspark import DSpark
-from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.data import Sequence
-
-
-def start_dspine(network: DSpine, target: Target) -> None:
-    """C and the projection P from the target's LM head; every R_l starts as P^T, so that a state's
-    readout is its own place in the space; W and G_p start at zero: no message, open to learn.
-
-    C is not trained.
-    """
-    config = network.config
-    head = target.head_rows(mx.arange(target.vocab_size)).astype(mx.float32)
-    codes, projection = transfer_codes(head, config.transfer_rank)
-    network.transfer_codes.weight = codes.astype(mx.float32)
-    network.transfer_codes.freeze()
-    injection, a = network.injection, config.message_size
-    for readout, write in zip(injection.readouts, injection.writes, strict=True):
-        readout.weight = projection.T.astype(mx.float32)
-        write.weight = mx.zeros_like(write.weight)
-    injection.gates.weight = mx.concatenate(
-        [
-            injection.gates.weight[:a],
-            mx.zeros((a, config.transfer_rank)),
-            injection.gates.weight[2 * a :],
-        ]
-    )
 
 
 def start_vocabulary(network: DFlash, target: Target, sequences: list[Sequence]) -> None:
@@ -48,9 +21,9 @@ def start_vocabulary(network: DFlash, target: Target, sequences: list[Sequence])
 
 
 def start_head(network: DFlash, target: Target) -> None:
-    """The head that a DSpark drafter has of its own for a reduced vocabulary starts as the
-    target's; other drafters use the target's."""
-    if isinstance(network, DSpark):
+    """A head of the network's own for a reduced vocabulary starts as the target's; a network
+    without one uses the target's."""
+    if "lm_head" in network:
         network.lm_head.weight = target.head_rows(network.d2t).astype(mx.float32)
 
 

@@ -19,9 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.checkpoints.layouts import INJECTION
-from dspine_mlx.drafters.config import DSpineConfig
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.dspine import INJECTION, DSpine, DSpineConfig
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["DSpineDraftModel"],

@@ -24,9 +24,8 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import make_sampler
 
 import dspine_mlx
-from dspine_mlx.drafters.config import DSpineConfig
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.load import DEMO, load, load_drafter
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.costs import costs_of

@@ -1,4 +1,4 @@
-"""Writes the measured parts of docs/families.md: `python -m tests.bench.families`.
+"""Writes the measured parts of docs/notes/families.md: `python -m tests.bench.families`.
 
 Every family of tests/support/families.py is run through rounds of random lengths and acceptance; a
 round's memory and the replay's share of it are measured on a scaled Qwen3.5.
@@ -18,7 +18,7 @@ from dspine_mlx.target.recurrent import Call
 from dspine_mlx.target.rollback import Rollback, leaves
 from tests.support.families import FAMILIES, build
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "notes" / "families.md"
 MODELS = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
@@ -130,7 +130,7 @@ def unique_bytes(arrays: list[mx.array]) -> int:
 
 def memory(model: nn.Module) -> str:
     lines = [
-        "| rows | kept for the replay, MB | in use after the forward, MB | a state a row, MB |",
+        "| rows | kept for the replay, MB | in use after the forward, MB | a state per row, MB |",
         "| --- | --- | --- | --- |",
     ]
     tokens = mx.random.randint(0, 2048, (64,))

@@ -3,8 +3,8 @@
     python -m tests.bench.pictures reliability docs/images/reliability.png
     python -m tests.bench.pictures costs docs/images/costs.png
 
-reliability: survivals as the shipped calibration predicts them against what stood, in full-width
-rounds on questions that neither drafter nor calibration has seen (pip install --no-deps
+reliability: survivals as the shipped calibration predicts them against what was accepted, in
+full-width rounds on questions that neither drafter nor calibration has seen (pip install --no-deps
 reasoning-gym). costs: what steps cost here in float32, measured now, and what every fixed length
 would gain with them over plain decoding on the texts of demo_trace.npz. On Linux preload a fast
 BLAS: LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 OPENBLAS_NUM_THREADS=2
@@ -53,7 +53,7 @@ def new(path: Path) -> Path:
 
 @app.command()
 def reliability(
-    path: Picture, texts: Annotated[int, typer.Option(help="Questions a mode.")] = 85
+    path: Picture, texts: Annotated[int, typer.Option(help="Questions per mode.")] = 85
 ) -> None:
     new(path)
     figure, panels = pyplot.subplots(1, 2, figsize=(8, 4))
@@ -64,22 +64,22 @@ def reliability(
 
 
 def draw_reliability(axes: Axes, sampler: Sampler, texts: int) -> None:
-    """How often prefixes stood against how often they were said to, without and with the shipped
-    calibration, in 15 bins; the size of a point is that of its bin."""
+    """How often prefixes were accepted against how often that was predicted, without and with the
+    shipped calibration, in 15 bins; the size of a point is that of its bin."""
     rounds, calibration = recorded(sampler, texts)
     slots = rounds.evidence.shape[1]
-    stood = (rounds.accepted[:, None] > np.arange(slots)).ravel()
+    accepted = (rounds.accepted[:, None] > np.arange(slots)).ravel()
     name = "greedy" if sampler.temp == 0 else f"temperature {sampler.temp:g}"
     axes.plot([0, 1], [0, 1], color="0.7")
     for label, one in (("as the drafter says", uncalibrated(slots)), ("calibrated", calibration)):
         survival = np.cumprod(sigmoid(one.log_odds(rounds.evidence)), axis=1).ravel()
         bins = np.minimum((survival * BINS).astype(int), BINS - 1)
         used, counts = np.unique(bins, return_counts=True)
-        said, true = ([x[bins == b].mean() for b in used] for x in (survival, stood))
+        said, true = ([x[bins == b].mean() for b in used] for x in (survival, accepted))
         axes.scatter(said, true, s=300 * counts / counts.sum() + 8, label=label, alpha=0.8)
         error = survival_errors(one, rounds.evidence, rounds.accepted).mean()
         print(f"{name}, {label}: mean error {error:.1%} over {len(rounds.accepted)} rounds")
-    axes.set(title=name, xlabel="predicted to stand", ylabel="stood")
+    axes.set(title=name, xlabel="predicted survival", ylabel="accepted")
     axes.legend()
 
 
@@ -125,7 +125,7 @@ def draw_steps(axes: Axes, curve: Curve) -> None:
 
 
 def draw_gains(axes: Axes, curve: Curve) -> None:
-    """(1 + a_1 + ... + a_l) plain / (draft + T(1 + l)), a_j the share of blocks with j right."""
+    """(1 + a_1 + ... + a_l) plain / (draft + T(1 + l)), a_j the share of blocks with j accepted."""
     stands = np.load(TRACE)["stands"]
     lengths = np.arange(len(curve.verify[0]))
     tokens = 1 + np.cumsum([0.0, *((stands >= j).mean() for j in lengths[1:])])

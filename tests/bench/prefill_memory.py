@@ -14,9 +14,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-from dspine_mlx.drafters.config import DSpineConfig
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.round.decode import Prefill, decode
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.text import Text

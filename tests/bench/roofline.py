@@ -21,9 +21,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3
 
-from dspine_mlx.drafters.config import DSpineConfig
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
 from dspine_mlx.round.select import select
 from dspine_mlx.target.model import Target

@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from dspine_mlx.checkpoints.transfer_space import positive, transfer_codes
+from dspine_mlx.drafters.transfer_space import positive, transfer_codes
 
 
 def chunked(head: mx.array, rank: int) -> np.ndarray:

@@ -45,13 +45,13 @@ KNOWN: dict[str, Checkpoint] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_layout_is_named(name: str) -> None:
     config, weights = KNOWN[name]
-    assert detect(config, weights).name == name
-    assert detect(config, [f"model.{tensor}" for tensor in weights]).name == name
+    assert detect(config, weights)[1].name == name
+    assert detect(config, [f"model.{tensor}" for tensor in weights])[1].name == name
 
 
 def test_block7_is_dspark_of_rank_0(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tmp_path, *dflash_block7()))
-    assert checkpoint.method == "dspark"
+    assert checkpoint.method.name == "dspark"
     assert (checkpoint.config.first_slot, checkpoint.config.num_proposals) == (0, 5)
     assert vars(checkpoint.config)["markov_rank"] == 0
 
@@ -70,8 +70,8 @@ def test_a_config_over_another_methods_tensors_is_refused(config: str, tensors: 
 def test_dspine_never_passes_as_dflash_nor_the_reverse() -> None:
     spine, flash = dspine_specforge(), dflash_zlab()
     named_dflash = {"architectures": ["DFlashDraftModel"], "dflash_config": {}}
-    assert detect(named_dflash, spine[1]).method == "dspine"
-    assert detect(named_dflash, flash[1]).method == "dflash"
+    assert detect(named_dflash, spine[1])[0].name == "dspine"
+    assert detect(named_dflash, flash[1])[0].name == "dflash"
     with pytest.raises(InputError, match="says DSpine but no tensor is named injection"):
         detect({"dspine_config": {"top_k": 4}}, flash[1])
     with pytest.raises(InputError, match="DFlash.*speculators_model_type.*DSpine"):
@@ -94,7 +94,7 @@ def test_the_bridge_alone_is_enough_to_refuse_dflash_tensors(tmp_path: Path) -> 
         ({"dflash_config": {"projector_type": "domino"}}, (), "Domino is not supported yet"),
         ({}, ("prefix_gru.weight_ih_l0",), "Domino is not supported yet"),
         ({"architectures": ["Qwen35DSparkModel"]}, ("markov_head.x",), "gated queries"),
-        ({"speculators_model_type": "eagle3"}, (), "'eagle3'; dspark, dflash, dflash2 are known"),
+        ({"speculators_model_type": "eagle3"}, (), "'eagle3'; dflash, dspark, dflash2 are known"),
         ({"dflash_config": {"projector_type": "mystery"}}, (), "'mystery'"),
         ({"architectures": "DFlash"}, (), "must be a list"),
     ],

@@ -15,6 +15,8 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length import costs
 from dspine_mlx.verify_length.calibration import load_calibrations, uncalibrated
 
+pytestmark = pytest.mark.slow
+
 TEXTS = 64
 
 

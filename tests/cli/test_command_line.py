@@ -18,6 +18,8 @@ from dspine_mlx.cli.generate import histogram_table
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 
+pytestmark = pytest.mark.slow
+
 TARGET = str(DEMO / "target")
 PROMPT = "Tom has 4 apples and buys 3 more. How many apples does he have?"
 

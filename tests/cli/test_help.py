@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = ["generate", "convert", "inspect", "bench", "doctor", "report", "calibrate", "train"]
 HEAVY = {"mlx", "mlx_lm", "numpy", "huggingface_hub", "transformers", "matplotlib"}
 

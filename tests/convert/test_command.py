@@ -12,7 +12,7 @@ from dspine_mlx.cli import app
 from dspine_mlx.convert.probe import Probe, probe
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
-from tests.checkpoints.test_transfer_space import save_target
+from tests.drafters.test_transfer_space import save_target
 from tests.support.checkpoints import (
     Shape,
     dflash_zlab,
@@ -21,6 +21,8 @@ from tests.support.checkpoints import (
     save,
     speculators,
 )
+
+pytestmark = pytest.mark.slow
 
 runner = CliRunner()
 

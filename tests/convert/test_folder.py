@@ -1,6 +1,5 @@
 """What goes along with converted weights: where they came from, calibrations, the upload."""
 
-import importlib
 import inspect
 import json
 from pathlib import Path
@@ -50,8 +49,7 @@ def test_a_hub_snapshot_is_named_with_its_revision(
     blobs.mkdir()
     (snapshot / "model.safetensors").rename(blobs / "77")
     (snapshot / "model.safetensors").symlink_to(blobs / "77")  # as the Hub's cache has it
-    module = importlib.import_module("dspine_mlx.load")  # dspine_mlx.load is the function
-    monkeypatch.setattr(module, "resolve", lambda *_, **__: snapshot)
+    monkeypatch.setattr(conversion, "resolve", lambda *_, **__: snapshot)
     convert("a/b", tmp_path / "out", revision="main")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dspine_mlx"]["source"] == "a/b"

@@ -16,6 +16,8 @@ from tests.support.checkpoints import (
     tiny_target,
 )
 
+pytestmark = pytest.mark.slow
+
 STALL = """
 import sys, time
 from pathlib import Path

@@ -13,12 +13,13 @@ import typer
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
+from docs.site import on_page_markdown
 from dspine_mlx.cli import app
 from tests.support.documentation import PAGES, ROOT, anchors, prose
 from tests.support.understanding import nothing_served, subcommands
 
 SOURCES = ("dspine_mlx", "cli", "convert", "metal")
-ELSEWHERE = {"docs/peers.md"}  # names options of other packages
+ELSEWHERE = {"docs/notes/peers.md"}  # names options of other packages
 
 
 # ---- links
@@ -37,14 +38,28 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_the_index_has_every_page() -> None:
     linked = {link for kind, link in prose("docs/README.md") if kind == "link"}
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    pages = {page.removeprefix("docs/") for page in PAGES} - {"README.md"}
     assert pages <= linked
 
 
+def test_the_site_has_every_page() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+    assert sorted(re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE)) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_site_hides_marks_for_the_tests(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shown = on_page_markdown(text)
+    assert "needs=" not in shown
+    assert shown.count("```") == text.count("```")
+
+
 def test_pictures_are_small() -> None:
+    largest = {".png": 60_000, ".svg": 200_000}
     for picture in (ROOT / "docs" / "images").glob("*"):
-        assert picture.suffix == ".png"
-        assert picture.stat().st_size < 60_000
+        assert picture.stat().st_size < largest[picture.suffix]
 
 
 # ---- options in running text

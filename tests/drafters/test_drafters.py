@@ -1,5 +1,6 @@
 """DFlash and DSpine against a float64 NumPy evaluation, and the laws of their structure."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from dspine_mlx.checkpoints import layouts
 from dspine_mlx.checkpoints.open import parameters
 from dspine_mlx.convert.reference import Head, Round, dflash_round, dspine_round
-from dspine_mlx.drafters.config import DrafterConfig, DSpineConfig
-from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.load import load_drafter
 from dspine_mlx.target.model import Target
 from tests.support.checkpoints import (
     Checkpoint,
@@ -26,6 +25,7 @@ from tests.support.checkpoints import (
     dspine_specforge,
     offsets,
     random_features,
+    save,
     tiny_target,
 )
 from tests.support.tiny import tiny_dflash, tiny_dspine
@@ -35,12 +35,9 @@ from tests.support.tiny import tiny_target as qwen3_target
 def build(checkpoint: Checkpoint, shape: Shape) -> tuple[Drafter, Head]:
     config, weights = checkpoint
     model, head = tiny_target(shape)
-    network: DFlash
-    if "dspine_config" in config:
-        network, layout = DSpine(DSpineConfig.from_dict(config)), layouts.DSPINE_SPECFORGE
-    else:
-        network, layout = DFlash(DrafterConfig.from_dict(config)), layouts.DFLASH
-    arrays = parameters(layout, {name: mx.array(value) for name, value in weights.items()})
+    method = METHODS["dspine" if "dspine_config" in config else "dflash"]
+    network = method.network(method.config.from_dict(config))
+    arrays = parameters(method.exported, {name: mx.array(value) for name, value in weights.items()})
     network.load_weights(list(arrays.items()))
     return network.bind(Target(model)), head
 
@@ -85,11 +82,10 @@ def test_a_reduced_vocabulary_leaves_out_the_other_tokens_alone(
         ({"top_k": shape.V}, {}),
         ({"top_k": 7, "draft_vocab_size": 40}, {"d2t": offsets(kept)}),
     ):
-        method, config_class = layouts.METHODS["dspine" if "dspine_config" in config else "dflash"]
-        layout = layouts.DSPINE_SPECFORGE if method is DSpine else layouts.DFLASH
+        method = METHODS["dspine" if "dspine_config" in config else "dflash"]
         nested = {"dspine_config": config.get("dspine_config", {}) | extra}
-        network = method(config_class.from_dict(config | nested | extra))
-        arrays = parameters(layout, {n: mx.array(v) for n, v in (weights | own).items()})
+        network = method.network(method.config.from_dict(config | nested | extra))
+        arrays = parameters(method.exported, {n: mx.array(v) for n, v in (weights | own).items()})
         network.load_weights(list(arrays.items()))
         drafter = network.bind(Target(model))
         features = random_features(shape, 6)
@@ -199,6 +195,23 @@ def test_dspine_variants_equal_numpy(variant: str) -> None:
     features = random_features(shape, 9)
     reference = dspine_round(weights, config, head, features, 5, k=6)
     assert_equal(propose(drafter, features, 5, [6, 3]), reference)
+
+
+@pytest.mark.parametrize("names", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_a_dflash_checkpoint_may_have_its_own_embeddings(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    shape, rng = Shape(), np.random.default_rng(8)
+    config, weights = dflash_zlab(shape)
+    for name in names:
+        weights[f"{name}.weight"] = rng.normal(size=(shape.V, shape.H)).astype(np.float32)
+    model, head = tiny_target(shape)
+    drafter = load_drafter(save(tmp_path, config, weights), model)
+    features = random_features(shape, 6)
+    k = drafter.config.top_k
+    assert_equal(
+        propose(drafter, features, 5, [6]), dflash_round(weights, config, head, features, 5, k=k)
+    )
 
 
 def test_table_is_serial_last_write_refinement() -> None:

@@ -10,10 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from dspine_mlx.drafters.config import DSparkConfig
 from dspine_mlx.drafters.dflash import Proposal
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark
+from dspine_mlx.drafters.dspark import DSpark, DSparkConfig
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from dspine_mlx.round.select import select
@@ -360,7 +359,7 @@ def test_bind_leaves_the_target_alone(model: qwen3.Model, tmp_path: Path) -> Non
     target = Target(model)
     weights = tensors() | {"lm_head.weight": mx.ones((V, D))}
     network = DSpark(DSparkConfig.from_dict(CONFIG))
-    network.add_ends(weights)
+    network.add_own_embeddings(weights)
     network.load_weights(list(weights.items()))
     drafter = network.bind(target)
     states = mx.ones((1, D))

@@ -16,8 +16,7 @@ from transformers import Gemma4TextConfig
 
 import dspine_mlx
 from dspine_mlx.checkpoints.open import open_checkpoint
-from dspine_mlx.checkpoints.settings import GEMMA4_ROPE
-from dspine_mlx.drafters.dspark_gemma4 import Gemma4DSparkConfig, Gemma4Layer
+from dspine_mlx.drafters.dspark_gemma4 import GEMMA4_ROPE, Gemma4DSparkConfig, Gemma4Layer
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from tests.support.checkpoints import Shape, Weights, dspark_gemma4, offsets, save

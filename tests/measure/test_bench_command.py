@@ -12,6 +12,8 @@ from dspine_mlx.load import DEMO
 from dspine_mlx.measure import compare
 from dspine_mlx.measure.compare import Measurement
 
+pytestmark = pytest.mark.slow
+
 
 def arguments(tmp_path: Path, *more: str) -> list[str]:
     prompts = tmp_path / "p.txt"

@@ -15,6 +15,8 @@ from tests.bench.peers.report import forks, markdown, ours, summary
 from tests.bench.peers.worker import answer, parser, replies
 from tests.support.tiny import random_prompt
 
+pytestmark = pytest.mark.slow
+
 
 def run(way: str, prompt: int, round_: int, tokens: list[int], seconds: float) -> dict[str, Any]:
     place = {"way": way, "prompt": prompt, "round": round_}

@@ -105,6 +105,7 @@ def test_of_a_config_known_numbers_and_words_are_kept(
     assert facts(tmp_path)["config"] != digest
 
 
+@pytest.mark.slow
 def test_a_report_of_the_shipped_pair_with_its_speed(
     tokenizer: TokenizerWrapper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

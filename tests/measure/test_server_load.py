@@ -23,6 +23,8 @@ from dspine_mlx.measure.server_load import (
 )
 from tests.support.serving import Server
 
+pytestmark = pytest.mark.slow
+
 ASKED = Asked(port=0, max_tokens=9, temperature=0.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.msl import CompileError, Emulator, KernelError
 from tests.support.metal_device import needs_emulator
 
-pytestmark = needs_emulator
+pytestmark = [needs_emulator, pytest.mark.slow]
 
 ROWS, D, TG = 3, 256, 128
 NORM = """

@@ -17,6 +17,8 @@ from tests.support.metal_device import (
     wide,
 )
 
+pytestmark = pytest.mark.slow
+
 WriteInputs = tuple[mx.array, mx.array, mx.array, float]
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31)

@@ -10,6 +10,8 @@ from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.markov import MARKOV_SCORES, markov_scores
 from tests.support.metal_device import DTYPES, launch, needs_device, needs_emulator, normal, wide
 
+pytestmark = pytest.mark.slow
+
 Inputs = tuple[mx.array, Lookup, Lookup]
 
 

@@ -13,10 +13,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.drafters.config import DSparkConfig, DSpineConfig
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.dspark import DSpark, DSparkConfig
+from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.load import DEMO
 from dspine_mlx.metal.inject import GATED_MESSAGE, RESIDUAL_WRITE
 from dspine_mlx.metal.kernel import Arrays, Kernel, Kernels
@@ -25,6 +24,8 @@ from dspine_mlx.metal.walk import walk
 from dspine_mlx.target.model import Target
 from tests.support.metal_device import KERNELS, METAL, emulator, needs_device
 from tests.support.tiny import drafter_config, randomise
+
+pytestmark = pytest.mark.slow
 
 VIEWS = {  # primitives of a graph that launch nothing
     *("Slice", "Reshape", "Transpose", "Broadcast", "Squeeze", "ExpandDims"),

@@ -25,6 +25,8 @@ from tests.support.metal_device import (
     wide,
 )
 
+pytestmark = pytest.mark.slow
+
 # (K, bits, group size, dtype): every one is a compilation, so a covering few
 FORMS = (
     (16, 0, 0, mx.bfloat16),

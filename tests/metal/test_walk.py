@@ -10,6 +10,8 @@ from scipy import stats
 from dspine_mlx.metal.walk import WALK, walk
 from tests.support.metal_device import launch, needs_device, needs_emulator, normal, wide
 
+pytestmark = pytest.mark.slow
+
 
 def serial(first: np.ndarray, transitions: np.ndarray, noise: np.ndarray) -> list[int]:
     """Slot by slot; np.argmax, too, takes the first maximum."""

@@ -97,6 +97,7 @@ def test_the_enumeration_catches_a_wrong_draft_law() -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.slow
 def test_accept_draws_what_the_rules_say(biased: bool) -> None:
     """First token of 3,000 real calls against the target's law (chi-square at 1 %, power > 0.99
     against the bias planted in the control: q taken as uniform)."""
@@ -241,6 +242,7 @@ def test_match_leaves_the_random_state_of_plain_decoding(settings_: dict[str, An
 
 
 @pytest.mark.parametrize("settings_", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.slow
 def test_law_is_what_the_sampler_draws_from(settings_: dict[str, Any]) -> None:
     """2,000 draws of mlx-lm's sampler against `Sampler.law` (with XTC: the mean of its coin)."""
     sampler = Sampler(**settings_)

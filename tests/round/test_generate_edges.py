@@ -223,6 +223,7 @@ def test_caches_go_with_their_text(
         gc.enable()
 
 
+@pytest.mark.slow
 def test_plain_decoding_does_not_pile_up_features(
     model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
@@ -264,6 +265,7 @@ def test_a_tokenizer_without_an_end(
 
 
 @pytest.mark.parametrize("settings", [{"temp": 1.3}, {"top_p": 0.85}])
+@pytest.mark.slow
 def test_law_of_sampled_text(settings: dict[str, Any], tokenizer: TokenizerWrapper) -> None:
     """400 texts of two tokens, sampled drafts and all, against the law of the target (chi-square
     at 0.1 %); the control is the law at another temperature."""

@@ -155,6 +155,7 @@ def path_law(proposal: Proposal, temperature: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("temperature", "fits"), [(0.7, True), (1.0, False)])
+@pytest.mark.slow
 def test_sampled_paths_follow_the_rows(temperature: float, fits: bool) -> None:
     """4,000 paths drawn at temperature 0.7; the law at temperature 1 must be told apart."""
     proposal = random_proposal(2, 3, 20)

@@ -14,6 +14,8 @@ import pytest
 from tests.bench.server_load import FORMAT, Load, expected_replies, settled
 from tests.support.serving import TOOL_CALL, UNICODE, Server, usage
 
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]

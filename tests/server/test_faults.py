@@ -14,6 +14,8 @@ from dspine_mlx.server.validation import CHECKS, NUMBERS
 from tests.bench.server_load import expected_replies, terminate_under_load
 from tests.support.serving import ALL, UNICODE, Server, start, usage, wait_until_up
 
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 KEY = "a key of its own"

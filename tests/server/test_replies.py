@@ -23,6 +23,8 @@ from tests.support.families import FAMILIES, SIZES, build, drafter_config
 from tests.support.serving import ALL, Reply, Server, serving
 from tests.support.tiny import plain_steps
 
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Body = dict[str, Any]
 TOOLS = [

@@ -11,10 +11,10 @@ from mlx.utils import tree_map
 from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.drafters.config import DrafterConfig, DSpineConfig
+from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.target.model import Target
 

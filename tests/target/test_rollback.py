@@ -303,7 +303,7 @@ def recorded_arrays(rollback: Rollback) -> list[mx.array]:
     return [a for a in found.values() if a is not None]
 
 
-# Float32 numbers a row, as docs/families.md counts them: convolution input, q, k, v, a, b.
+# Float32 numbers a row, as docs/notes/families.md counts them: convolution input, q, k, v, a, b.
 NUMBERS_A_ROW = {
     "qwen3_5": 2 * (128 + 32 + 32 + 64 + 4 + 4),
     "nemotron_h": 3 * (128 + 64 + 32 + 32 + 4),  # convolution input, x, B, C, dt

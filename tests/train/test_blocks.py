@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from dspine_mlx.checkpoints.layouts import METHODS
+from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.target.model import Target
@@ -35,7 +35,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def fresh(method: str, changes: dict[str, Any], shape: Shape) -> Drafter:
-    drafter_class, config_class = METHODS[method]
+    known = METHODS[method]
     fields = {
         "hidden_size": shape.H,
         "intermediate_size": shape.I,
@@ -49,7 +49,7 @@ def fresh(method: str, changes: dict[str, Any], shape: Shape) -> Drafter:
         "target_layer_ids": list(shape.taps),
         "top_k": 4,
     }
-    return drafter_class(config_class.from_dict(fields | changes)).bind(
+    return known.network(known.config.from_dict(fields | changes)).bind(
         Target(tiny_target(shape)[0])
     )
 

@@ -19,14 +19,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.target.model import Target
-from dspine_mlx.train.config import LOSSES, LossConfig, TrainConfig
+from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence
 from dspine_mlx.train.features import FeatureCache, observe
 from dspine_mlx.train.loop import CHECKPOINT, Source, Trainer, read_log, train
-from dspine_mlx.train.start import start_dspine, start_layers
+from dspine_mlx.train.objectives.dspine import OBJECTIVE
+from dspine_mlx.train.start import start_layers
 from tests.support.checkpoints import Shape
 from tests.support.tiny import random_prompt, tiny_dspine, tiny_target
 from tests.train.test_blocks import fresh
+
+pytestmark = pytest.mark.slow
 
 CONFIG = TrainConfig(steps=6, batch_size=4, num_anchors=4, learning_rate=1e-3, save_every=3)
 
@@ -39,7 +42,7 @@ def sequences(count: int = 8, length: int = 24) -> list[Sequence]:
     ]
 
 
-def make(config: TrainConfig = CONFIG, loss: LossConfig = LOSSES["dspine"]) -> Trainer:
+def make(config: TrainConfig = CONFIG, loss: LossConfig = OBJECTIVE.loss) -> Trainer:
     drafter = tiny_dspine(tiny_target())
     drafter.network.transfer_codes.freeze()
     source = Source(sequences(), observe(drafter.target, drafter.config.target_layer_ids))
@@ -196,9 +199,9 @@ def test_a_quantised_target_trains_like_its_dequantised_self() -> None:
     records = []
     for model in (packed, plain):
         drafter = tiny_dspine(model)
-        start_dspine(drafter.network, drafter.target)
+        OBJECTIVE.start(drafter.network, drafter.target)
         source = Source(sequences(), observe(drafter.target, drafter.config.target_layer_ids))
-        trainer = Trainer(drafter, source, CONFIG, LOSSES["dspine"])
+        trainer = Trainer(drafter, source, CONFIG, OBJECTIVE.loss)
         records.append([trainer.train_step() for _ in range(2)])
     for ours, wanted in zip(*records, strict=True):
         assert ours["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
@@ -226,7 +229,7 @@ def test_the_cache_gives_the_features_of_the_target(tmp_path: Path) -> None:
 def test_start_copies_what_fits_and_opens_no_message() -> None:
     model = tiny_target()
     drafter = tiny_dspine(model, intermediate_size=64)
-    start_dspine(drafter.network, drafter.target)
+    OBJECTIVE.start(drafter.network, drafter.target)
     copied = start_layers(drafter.network, drafter.target, (1, 3))
     assert len(copied) == 2 * 11 + 1
     source = model.layers[3].self_attn.q_proj.weight
@@ -235,7 +238,7 @@ def test_start_copies_what_fits_and_opens_no_message() -> None:
     codes = drafter.network.transfer_codes.weight
     assert mx.allclose((codes**2).sum(axis=-1), mx.ones(codes.shape[0]), atol=1e-5).item()
     narrow = tiny_dspine(model)  # 48 wide, the target 64: its MLPs keep their own weights
-    start_dspine(narrow.network, narrow.target)
+    OBJECTIVE.start(narrow.network, narrow.target)
     assert not any(".mlp." in name for name in start_layers(narrow.network, narrow.target, (1, 3)))
 
 
@@ -243,7 +246,7 @@ def test_a_drafter_overfits(tokenizer: TokenizerWrapper) -> None:
     """Eight texts of the target, learnt until the loop accepts more than 90 % of the drafts."""
     shape = Shape(H=32, I=64, hd=8, V=96, taps=(0, 2, 3), B=8)
     drafter = fresh("dspine", {"transfer_rank": 16, "message_size": 8}, shape)
-    start_dspine(drafter.network, drafter.target)
+    OBJECTIVE.start(drafter.network, drafter.target)
     model, texts = drafter.target.model, []
     prompts = [np.random.default_rng(i).integers(4, 96, 6).tolist() for i in range(8)]
     for i, prompt in enumerate(prompts):

@@ -10,15 +10,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dspine_mlx.checkpoints.detect import detect
-from dspine_mlx.checkpoints.layouts import METHODS
 from dspine_mlx.checkpoints.open import parameters
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.dspark import DSpark
 from dspine_mlx.drafters.dspine import GATES, DSpine
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import forward
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import Schedule, acceptance_length, alignment, drafter_loss
+from dspine_mlx.train.losses import Schedule, acceptance_length, drafter_loss
+from dspine_mlx.train.objectives.dspine import OBJECTIVE
 from tests.support.checkpoints import (
     Checkpoint,
     Shape,
@@ -74,11 +73,9 @@ def build(checkpoint: Checkpoint) -> tuple[Drafter, Any]:
     config, weights = checkpoint
     model, head = tiny_target(SHAPE)
     arrays = {name: mx.array(value) for name, value in weights.items()}
-    layout = detect(config, arrays)
-    network_class, config_class = METHODS[layout.method]
-    network = network_class(config_class.from_dict(config))
-    if isinstance(network, DSpark):
-        network.add_ends(weights)
+    method, layout = detect(config, arrays)
+    network = method.network(method.config.from_dict(config))
+    network.add_own_embeddings(weights)
     network.load_weights(list(parameters(layout, arrays).items()))
     if isinstance(network, DSpine):
         network.transfer_codes.freeze()
@@ -203,7 +200,11 @@ def test_alignment_gives_no_gradient_through_its_weight() -> None:
     batch = random_batch(SHAPE, drafter.config.num_proposals)
     states = forward(drafter, batch, CE)
     ce = mx.ones(batch.weights.shape)
-    value, slope = mx.value_and_grad(lambda ce: alignment(drafter, batch, states, ce, CE).sum())(ce)
+
+    def total(ce: mx.array) -> mx.array:
+        return OBJECTIVE.alignment(drafter, batch, states, ce, CE).sum()
+
+    value, slope = mx.value_and_grad(total)(ce)
     assert value.item() > 1
     assert not slope.any().item()
 

@@ -26,6 +26,8 @@ from recipes.ablation import Unrefined
 from tests.support.runs import call, equal, start, weights
 from tests.support.tiny import random_prompt, tiny_dspine, tiny_target
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("method", ["dspine", "dspark", "dflash"])
 def test_a_run_leaves_a_drafter_that_generates(

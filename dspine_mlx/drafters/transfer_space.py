@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from dspine_mlx.drafters.config import DSpineConfig
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.model import Target
 
 # What a converted folder holds in place of C: mu, Q L^-1/2, and a few ids with their codes.
 SPACE = tuple(f"transfer_space.{name}" for name in ("mean", "projection", "sample", "sample_codes"))
+CODES = "transfer_codes.weight"  # C
 SAMPLES = 8
 TOLERANCE = 0.01  # of a code's entries: bfloat16 rounding of unit rows stays below
 
@@ -78,12 +78,12 @@ def transfer_space(lm_head: mx.array, rank: int, chunk: int = CHUNK) -> Transfer
     return TransferSpace(mean, positive(vectors[:, -rank:]), values[-rank:])
 
 
-def stored_space(head: mx.array, own: mx.array | None, config: DSpineConfig) -> dict[str, mx.array]:
+def stored_space(head: mx.array, own: mx.array | None, rank: int) -> dict[str, mx.array]:
     """The parameters of `SPACE`, with the signs of a checkpoint's own C if it has one.
 
     `InputError` when that C is not the head's up to signs: then only C itself will do.
     """
-    space = transfer_space(head, config.transfer_rank)
+    space = transfer_space(head, rank)
     codes = np.array(space.codes(head))
     scale = space.directions / np.sqrt(space.values)
     if own is not None:
@@ -104,8 +104,7 @@ def stored_space(head: mx.array, own: mx.array | None, config: DSpineConfig) -> 
     }
 
 
-def space_shapes(config: DSpineConfig) -> dict[str, tuple[int, ...]]:
-    d, r = config.hidden_size, config.transfer_rank
+def space_shapes(d: int, r: int) -> dict[str, tuple[int, ...]]:
     return dict(zip(SPACE, ((d,), (d, r), (SAMPLES,), (SAMPLES, r)), strict=True))
 
 

@@ -6,7 +6,7 @@ neither gives is refused.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dspine_mlx.drafters.config import flatten
@@ -29,12 +29,6 @@ QWEN3_DEFAULTS = {
     "rope_theta": 10000.0,
     "sliding_window": 4096,
     "attention_bias": False,
-}
-# transformers' Gemma4TextConfig: global layers when rope_parameters is absent.
-GEMMA4_ROPE = {
-    "rope_type": "proportional",
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 1000000.0,
 }
 FULL_WINDOW_LAYERS = 28  # Qwen3Config.max_window_layers
 ROPES = ("default", "linear", "yarn", "llama3", "mrope")
@@ -67,56 +61,12 @@ def read_flat(config: Config, shapes: Shapes) -> dict[str, Any]:
         flat["causal"] = flat["dflash_query_causal"]
     flat["layer_types"] = layer_types(flat)
     flat["rope_scaling"] = rope_scaling(flat)
-    return head_settings(flat, shapes)
-
-
-def read_gemma4(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """DeepSpec's for Gemma 4: the target's text config, of whose layers all are global ones."""
-    rope = section(config, "rope_parameters").get("full_attention", GEMMA4_ROPE)
-    flat = flatten(dict(config) | {"rope_parameters": rope})
-    rope = flat["rope_scaling"] or {}
-    if any(kind != "full_attention" for kind in layer_types(flat)):
-        raise InputError(f"layer_types is {flat['layer_types']}; Gemma 4 drafters have full layers")
-    wanted = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "enable_moe_block": False,
-        "hidden_size_per_layer_input": 0,
-    }
-    for name, value in wanted.items():
-        if flat.get(name, value) != value:
-            raise InputError(f"{name} is {flat[name]!r}; this backbone computes {value!r}")
-    if rope.get("rope_type") != "proportional":
-        raise InputError(f"rope_type is {rope.get('rope_type')!r}; it must be proportional")
-    heads = "num_global_key_value_heads" if flat.get("attention_k_eq_v") else "num_key_value_heads"
-    for field, name in (("head_dim", "global_head_dim"), ("num_key_value_heads", heads)):
-        flat[field] = flat.get(name)
-        if flat[field] is None:
-            raise InputError(f"config.json states no {name}; a drafter for Gemma 4 needs it")
-    share, size = rope.get("partial_rotary_factor", 1.0), flat["head_dim"]
-    numbers = type(share) in (int, float) and type(size) is int
-    if not numbers or not 0 < share <= 1 or share * size % 2:
-        raise InputError(
-            f"partial_rotary_factor {share!r} of global_head_dim {size!r} is no number of pairs"
-        )
-    if type(flat.get("hidden_size")) is int:
-        flat["input_embedding_scale"] = flat["hidden_size"] ** 0.5
-    return head_settings(flat | {"is_causal": None, "causal": None}, shapes)
+    return backbone_settings(flat, shapes)
 
 
 def read_reference(config: Config, shapes: Shapes) -> dict[str, Any]:
     """Model keys under "config". Its block of 16 is stated nowhere in some files."""
-    return read_tencent({"block_size": 16} | section(config, "config"), shapes)
-
-
-def read_tencent(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """Rank and message size are read off the tensors: no public key names them."""
-    flat = read_flat(config, shapes)
-    readout = shapes.get("injection.readouts.0.weight")
-    if readout:
-        flat["transfer_rank"] = readout[0]
-    if shapes.get("injection.bias"):
-        flat["message_size"] = shapes["injection.bias"][0]
-    return flat
+    return read_flat({"block_size": 16} | section(config, "config"), shapes)
 
 
 def read_speculators(config: Config, shapes: Shapes) -> dict[str, Any]:
@@ -135,7 +85,7 @@ def read_speculators(config: Config, shapes: Shapes) -> dict[str, Any]:
     flat["window_from_anchor"] = True
     flat["layer_types"] = layer_types(flat)
     flat["rope_scaling"] = rope_scaling(flat)
-    return head_settings(flat | {"draft_vocab_size": None}, shapes)
+    return backbone_settings(flat | {"draft_vocab_size": None}, shapes)
 
 
 def aux_ids(config: Config) -> list[Any]:
@@ -250,25 +200,20 @@ def rope_scaling(flat: Config) -> dict[str, Any] | None:
     return {"rope_type": kind} | numbers
 
 
-def head_settings(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """What keys leave open and tensors settle: sinks, and DSpark's rank, heads and vocabulary."""
+def backbone_settings(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """What keys leave open and tensors settle: sinks, and the size of the draft vocabulary."""
     if flat.get("attention_sink_bias") is None:
         flat["attention_sink_bias"] = "layers.0.self_attn.attention_sink_bias" in shapes
-    w1, confidence = (
-        shapes.get(f"{name}.weight") for name in ("markov_head.markov_w1", "confidence_head.proj")
-    )
-    if flat.get("markov_rank") is None:
-        flat["markov_rank"] = w1[-1] if w1 else 0
-    if flat.get("enable_confidence_head") is None:
-        flat["enable_confidence_head"] = confidence is not None
-    if flat.get("confidence_head_with_markov") is None:
-        flat["confidence_head_with_markov"] = bool(
-            confidence and confidence[-1] != flat.get("hidden_size")
-        )
-    if not flat["enable_confidence_head"] or not flat["markov_rank"]:
-        flat["confidence_head_with_markov"] = False
     if "d2t" in shapes:
         flat["draft_vocab_size"] = shapes["d2t"][0]
     elif "lm_head.weight" not in shapes:  # then the size is the target's, whatever the key says
         flat["draft_vocab_size"] = None
     return flat
+
+
+def is_speculators(config: Config, names: Collection[str]) -> bool:
+    return "speculators_model_type" in config
+
+
+def is_nested(config: Config, names: Collection[str]) -> bool:
+    return bool(section(config, "config"))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.checkpoints.transfer_space import head_matrix, transfer_codes, transfer_space
 from dspine_mlx.convert.conversion import convert
 from dspine_mlx.convert.reference import dspine_round
+from dspine_mlx.drafters.transfer_space import head_matrix, transfer_codes, transfer_space
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from dspine_mlx.target.model import Target

@@ -8,8 +8,8 @@ import pytest
 from transformers import Qwen3Config
 
 from dspine_mlx.checkpoints.open import open_checkpoint
-from dspine_mlx.checkpoints.settings import QWEN3_DEFAULTS
 from dspine_mlx.convert.conversion import convert
+from dspine_mlx.drafters.settings import QWEN3_DEFAULTS
 from dspine_mlx.errors import InputError
 from tests.support.checkpoints import (
     Checkpoint,

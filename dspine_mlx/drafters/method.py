@@ -1,0 +1,97 @@
+"""A drafting method: what loading, converting and training must know of it, in one record."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.settings import read_own
+from dspine_mlx.drafters.transfer_space import SPACE
+
+if TYPE_CHECKING:
+    from dspine_mlx.drafters.dflash import DFlash
+
+Names = dict[str, str]
+Config = Mapping[str, Any]  # a checkpoint's config.json
+Shapes = Mapping[str, tuple[int, ...]]  # by parameter path
+Settings = Callable[[Config, Shapes], dict[str, Any]]  # -> fields of the drafter's config
+Fill = Callable[[dict[str, Any], Shapes], dict[str, Any]]
+
+
+def same(*names: str) -> Names:
+    return {name: name for name in names}
+
+
+def always(config: Config, names: Collection[str]) -> bool:
+    return True
+
+
+def as_stated(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
+    return flat
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one publisher names a method's tensors and settings.
+
+    names maps a tensor's name to the network's parameter; {i} is a layer, `path#k` part k of a
+    parameter that stacks several tensors, in order, and "" a tensor that holds no parameter. The
+    table serves reading, and writing: a parameter is written under the first name that leads to it,
+    or in its parts.
+    """
+
+    name: str  # method and publisher, as "DSpine, SpecForge"
+    names: Names
+    settings: Settings
+    recognise: Callable[[Config, Collection[str]], bool] = always  # by config.json and tensor names
+    offsets: bool = True  # d2t holds offsets d -> d + d2t[d]; False: the target's ids
+    by_shape: bool = False  # names may be unknown and are then told apart by shape
+
+    @cached_property
+    def paths(self) -> set[str]:
+        """The parameters that the names lead to."""
+        return {path.partition("#")[0] for path in self.names.values()} - {""}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One entry of `dspine_mlx.drafters.METHODS`.
+
+    A checkpoint is recognised by signs: what its config.json says (architectures,
+    speculators_model_type, projector_type, other keys) and names of its tensors (marks). All signs
+    must agree; of the methods that have them all the first registered one is taken.
+    """
+
+    name: str  # in commands and in converted folders
+    title: str  # in sentences
+    config: type[DrafterConfig]
+    network: "type[DFlash]"
+    layouts: tuple[
+        Layout, ...
+    ]  # the first that recognises a checkpoint; the last one names exports
+    large: tuple[str, ...]  # parameters that --quantize packs; what is not named stays exact
+
+    architectures: tuple[str, ...] = ()
+    speculators_model_type: tuple[str, ...] = ()
+    projector_type: tuple[str, ...] = ()  # of dflash_config
+    keys: tuple[str, ...] = ()  # of config.json, as "section.key"
+    marks: tuple[str, ...] = ()  # parts of tensor names
+    required: str | None = None  # the mark without which a config that says this method is wrong
+
+    fill: Fill = as_stated  # settings that tensors tell where config.json is silent
+    codes: str | None = None  # the config's field with the rank of its transfer codes, if any
+    flags: tuple[str, ...] = ()  # published tensors of one number that must be true
+    reference: str | None = None  # "module:function", a round in float64; None: can't be verified
+    objective: str | None = None  # "module:object" to train it; None: can't be trained here
+
+    @property
+    def exported(self) -> Layout:
+        """What trained drafters are published in."""
+        return self.layouts[-1]
+
+    @property
+    def converted(self) -> Layout:
+        """What `dspine_mlx.convert` writes: parameter paths and config fields as they are."""
+        names = self.exported.names | (same(*SPACE) if self.codes else {})
+        return Layout(f"{self.title}, dspine-mlx", names, read_own, offsets=False)

@@ -63,7 +63,8 @@ def calibrate(
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length import fit
-    from dspine_mlx.verify_length.calibration import calibration_path, mode_of, save_calibrations
+    from dspine_mlx.verify_length.calibration import mode_of
+    from dspine_mlx.verify_length.store import calibration_path, save_calibrations
 
     check_new(output)
     check_new(plot)
@@ -160,7 +161,8 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
     import matplotlib
     import numpy as np
 
-    from dspine_mlx.verify_length.calibration import BINS, sigmoid, uncalibrated
+    from dspine_mlx.verify_length.calibration import sigmoid, uncalibrated
+    from dspine_mlx.verify_length.fit import BINS
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

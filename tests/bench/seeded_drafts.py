@@ -4,7 +4,8 @@ and against sampled drafts tested as blocks (which draw another text).
     python -m tests.bench.seeded_drafts QUESTIONS.jsonl [--temps 0.6 1] [--texts 200] [--tokens 160]
 
 Every text has a seed of its own, the same each way, and all proposals are offered in every round.
-float16 becomes float32, as CPUs have no fast half precision. Intervals (95 %) are a bootstrap over the texts.
+float16 becomes float32, as CPUs have no fast half precision. Intervals (95 %) are a bootstrap over
+the texts.
 """
 
 import argparse

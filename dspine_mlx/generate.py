@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.decode import Prefill, decode
+from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
 from dspine_mlx.round.text import Checkpoints, DraftFilter, Text, Token
@@ -125,6 +126,7 @@ def stream_generate(
     prompt_checkpoints: Checkpoints | None = None,
     verify_length: int | str | Policy = "auto",
     draft_filter: DraftFilter | None = None,
+    lookup: bool = True,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
@@ -151,6 +153,8 @@ def stream_generate(
             policy (see `dspine_mlx.round.policy`). 0 is plain decoding.
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
+        lookup: where verify_length is "auto", offer what followed the newest tokens earlier in the
+            prompt or text, in rounds where that is worth more than the draft.
 
     logits_processors are called for every row of a block, with the tokens before that row: they
     must not keep a state of their own from call to call.
@@ -191,6 +195,7 @@ def stream_generate(
             frozenset(tokenizer.eos_token_ids),
             statistics,
             draft_filter,
+            Lookup() if lookup else None,
             prompt_cache is not None,
         )
         checkpoints = check_checkpoints(prompt, prompt_checkpoints or {})

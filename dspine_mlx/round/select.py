@@ -50,6 +50,7 @@ class Draft(NamedTuple):
     q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
     greedy_path: Evidence | None = None  # of a sampled draft, known before any draw
+    copied: list[float] | None = None  # of a copy (`lookup`): chances [M] of its tokens
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]

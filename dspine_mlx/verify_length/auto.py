@@ -34,9 +34,7 @@ HOPE = 1.1  # speed that perfect drafts must reach for drafting to be tried
 MEMORY = 16  # rounds over which tokens and seconds fade; also the fewest between two checks
 CHECK = 3  # plain tokens decoded while drafting, to time them
 SPAN = 8  # plain tokens timed together while parked
-OFF = (
-    1.5  # factor by which a round's time differs from the prediction if that is to be mended first
-)
+OFF = 1.5  # factor off the predicted time from which costs are learnt before a round is booked
 
 
 @dataclass
@@ -211,8 +209,8 @@ class Auto:
         this, depth = self.newest, self.newest.depth
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
         seconds = self.costs.round(offered, depth)
-        watched = this.chances and not this.copied
-        if watched and not 1 / OFF < (this.drafting + this.verifying) / seconds < OFF:
+        off = (this.drafting + this.verifying) / seconds
+        if this.chances and not this.copied and (not self.costs.seen["draft"] or not 1 / OFF < off < OFF):
             self.digest()
             seconds = self.costs.round(offered, depth)
         tokens = expected_tokens(this.chances[:offered]) if this.chances else 1 + accepted
@@ -248,9 +246,9 @@ class Auto:
         self.seconds = (1 - fading) * self.seconds + seconds
 
     def check_plain(self, depth: int) -> None:
-        """Time a few plain tokens, so seldom that they lose a tenth of SHARE at most."""
+        """Time a few plain tokens, so seldom that they lose a quarter of SHARE at most."""
         lost = CHECK * (self.gain(depth) - 1)
-        distance = lost / (SHARE / 10) * MEMORY / self.tokens if self.tokens else 0.0
+        distance = lost / (SHARE / 4) * MEMORY / self.tokens if self.tokens else 0.0
         self.rounds_left = max(MEMORY, int(distance))
         self.parked, self.check = True, CHECK
         self.time_plain()

@@ -15,14 +15,12 @@ class Budget:
     Drafting starts with a credit of START. Rounds pay in what they save and take out what they
     lose: their tokens less their seconds in plain tokens. When the balance no longer covers another
     round like the last one, drafting stops. A draft that is only watched books half of what its
-    round would have won; one plain token's worth starts drafting again.
-
-    A new text gets a credit of its own after one that spent its, but only a quarter of the last
-    one's until drafting has earned START again.
+    round would have won; one plain token's worth starts drafting again, and so does a new text, with
+    a credit that is a quarter of the last one until drafting has earned START again.
     """
 
     balance: float = START
-    credit: float = START  # of the next text after one that was parked
+    credit: float = START  # when drafting starts again
     wait: int = FIRST_WAIT  # plain tokens between probes
     since: int = 0  # plain tokens since the last draft
     eager: bool = False  # whether the next probe waits for SHARE only
@@ -71,6 +69,8 @@ class Budget:
         self.eager = gain > 0
         if gain > 0:
             self.balance = min(START, self.balance + gain / 2)
+            if not self.spent:
+                self.balance = max(self.balance, self.credit)
         else:
             self.balance = max(0.0, self.balance + gain)
             self.wait = min(2 * self.wait, LAST_WAIT)

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 NOISE = 0.15  # of one step's log-time
 WANDER = 0.03  # of what all steps share (heat, load), from one step to the next
 FAR = 3.0  # standard deviations from which a time contradicts the curve
+SPREAD = 32  # steps over which the scatter of times is averaged
 ALIKE = 0.7  # correlation of the costs of neighbouring widths
 CHEAPER = 0.6  # a forward that took less than this share of one over a row less was disturbed
 APART = 2.5  # a plain token and a forward over one row differ by less than this factor
@@ -159,17 +160,18 @@ class Costs:
         self.seen[name] += 1
         self.covariance += self.wander
         surprise = math.log(seconds / self.predict(depth)[kind])
-        if abs(surprise) > FAR * math.sqrt(self.covariance.item(kind, kind) + NOISE**2):
+        noise = max(NOISE**2, self.spread)
+        limit = FAR * math.sqrt(self.covariance.item(kind, kind) + noise)
+        self.spread += (min(surprise**2, limit**2) - self.spread) / SPREAD
+        if abs(surprise) > limit:
             together = self.wrong_together[kind]
             self.covariance += surprise**2 * (0.25 + 0.75 * np.outer(together, together))
             if surprise > 0 and name not in self.doubted:
                 self.doubted.add(name)
                 return
-        else:
-            self.spread += (surprise**2 - self.spread) / 16
         self.doubted.discard(name)
         column = self.covariance[kind].copy()
-        gain = column / (column.item(kind) + NOISE**2)
+        gain = column / (column.item(kind) + noise)
         self.x += surprise * gain
         self.covariance -= column[:, None] * gain
         self.depth = -1

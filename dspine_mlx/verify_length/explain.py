@@ -54,13 +54,14 @@ def comparison(auto: "Auto", depth: int) -> str:
         M = auto.costs.widths - 1
         return (
             f"even if all {M} drafted tokens were accepted, a round would take "
-            f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens in "
-            f"{(M + 1) * plain:.1f} ms"
+            f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
+            f"in {(M + 1) * plain:.1f} ms"
         )
     if not auto.seconds:
         return "no round yet"
+    token = 1e3 * auto.seconds / auto.tokens
     return (
-        f"a token of recent rounds is expected to take {1e3 * auto.seconds / auto.tokens:.1f} ms, a "
+        f"a token of recent rounds is expected to take {token:.1f} ms, a "
         f"plain one {plain:.1f} ms ({auto.gain(depth):.2f} times the speed); the balance is "
         f"{auto.budget.balance:.1f} plain tokens"
     )

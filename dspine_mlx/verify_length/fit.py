@@ -1,4 +1,4 @@
-"""Recording full-width rounds, and fitting a calibration to them: sequential temperature scaling."""
+"""Recording full-width rounds, and fitting a calibration to them."""
 
 import logging
 from collections.abc import Iterable
@@ -168,9 +168,8 @@ def fit_slot(
     weights, tried = np.zeros(2), []
     for T in TEMPERATURES.tolist():
         prior, offset = np.array([0, 1 / T]), np.maximum(x, 0) / T
-        weights = (
-            scoring(features, offset, survival, accepted, (weights, prior)) if biased else prior
-        )
+        start = (weights, prior)
+        weights = scoring(features, offset, survival, accepted, start) if biased else prior
         chances = np.clip(survival * sigmoid(offset + features @ weights), 1e-12, 1 - 1e-12)
         likelihood = np.log(np.where(accepted, chances, 1 - chances)).sum()
         distance = np.square(weights - prior).sum() + np.log(T) ** 2

@@ -58,9 +58,7 @@ def calibrations_on_file() -> Iterator[CalibrationsOnFile]:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             pair = pair_name(data)
-            modes = {
-                str(mode): Calibration.from_dict(value) for mode, value in data["modes"].items()
-            }
+            modes = {str(m): Calibration.from_dict(value) for m, value in data["modes"].items()}
         except store.UNUSABLE as error:
             yield CalibrationsOnFile(path.name, days_old(path), "unknown pair", unreadable(error))
             continue

@@ -4,8 +4,8 @@
     python -m tests.bench.simulate --record FILE.npz [--model M --draft-model D] PROMPTS.txt
 
 A trace holds, for every position of a text, the evidence of the block drafted there and how many of
-its tokens the text has. Greedy text does not depend on the lengths, so replaying it is exact; made-up
-sampled traces have evidence of the drawn tokens and of the greedy path. The policy is the real one,
+its tokens the text has. Greedy text does not depend on the lengths, so replaying it is exact;
+made-up sampled traces have evidence of the drawn tokens and of the greedy path. The policy is the real one,
 on a clock of its own that each step moves by the curve. curves.json has published costs of Apple
 chips (relative costs of rows, scaled to a step; attention's share of each row grows with the
 context). Nothing in it was measured here but the last entry.
@@ -258,9 +258,8 @@ def made_up_sampled(tokens: int, slots: int, ease: float, seed: int) -> Trace:
     rng = np.random.default_rng(seed)
     wander = np.convolve(rng.standard_normal(tokens + 40), np.ones(40) / 40**0.5, "valid")[:tokens]
     shape = (tokens, slots)
-    greedy = (
-        ease + 1.2 * wander[:, None] - 0.15 * np.arange(slots) + 1.5 * rng.standard_normal(shape)
-    )
+    ease_here = ease + 1.2 * wander[:, None] - 0.15 * np.arange(slots)
+    greedy = ease_here + 1.5 * rng.standard_normal(shape)
     drawn = greedy - np.abs(rng.standard_normal(shape))
     agree = rng.uniform(size=shape) < 1 / (1 + np.exp(-drawn))
     return Trace(drawn.tolist(), np.cumprod(agree, axis=1).sum(axis=1).tolist(), greedy.tolist())

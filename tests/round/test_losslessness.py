@@ -25,9 +25,10 @@ from dspine_mlx.round.accept import (
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, evidence
 from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
-from dspine_mlx.verify_length.schedule import Auto, verify_length
+from dspine_mlx.verify_length.rules import verify_length
 
 Path = tuple[int, ...]
 Law = np.ndarray
@@ -179,7 +180,7 @@ def test_a_retrospective_rule_is_caught(block: bool) -> None:
     auto = policy(toy, 1)
 
     def choose(draft: Draft) -> int:
-        chances = auto.belief.chances(auto.log_odds(draft)[0])
+        chances = auto.chances.of(auto.read(draft).odds)
         return verify_length(chances, [1.0, 1.7, 1.7, 1.7], [1.0] * 3)
 
     assert lengths(toy, choose) == {0, 3}

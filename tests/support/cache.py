@@ -1,0 +1,11 @@
+"""The cache folder that `conftest` gives every test."""
+
+from pathlib import Path
+
+from dspine_mlx.verify_length import store
+
+
+def cache_folder() -> Path:
+    folder = store.cache_folder()
+    assert folder is not None
+    return folder

@@ -67,9 +67,7 @@ class Method:
     title: str  # in sentences
     config: type[DrafterConfig]
     network: "type[DFlash]"
-    layouts: tuple[
-        Layout, ...
-    ]  # the first that recognises a checkpoint; the last one names exports
+    layouts: tuple[Layout, ...]  # the first that recognises a checkpoint is taken
     large: tuple[str, ...]  # parameters that --quantize packs; what is not named stays exact
 
     architectures: tuple[str, ...] = ()

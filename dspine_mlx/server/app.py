@@ -1,12 +1,12 @@
 """Rebinding mlx_lm.server's globals, and running it."""
 
 import logging
+import os
 import signal
 import sys
 import time
 from argparse import Namespace
 from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
@@ -16,13 +16,13 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from mlx_lm import server as host
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.server.connections import Connections, Server
 from dspine_mlx.server.generator import ResponseGenerator
 from dspine_mlx.server.handler import Handler
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
-from dspine_mlx.server.provider import Provider
+from dspine_mlx.server.provider import Provider, reachable
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_WORDS = 0.5  # seconds for waiting clients to be told that the server stops
 
 
@@ -49,7 +49,7 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
     host.stream_generate = generator.stream_generate
     if mx.distributed.init().rank() > 0:
         return generator.join()
-    if options.api_key is None and address not in LOOPBACK:
+    if options.api_key is None and reachable(address):
         logging.warning(f"anyone who reaches {address}:{port} can use this server: set --api-key")
     on_sigterm(signal.default_int_handler)
     try:
@@ -71,32 +71,34 @@ def on_sigterm(handler: Any) -> None:
 
 
 class GenerationEnded(RuntimeError):
-    """The generation thread is no more, so there is nothing left to serve."""
+    """The generation thread has ended."""
 
 
-def server_for(generator: ResponseGenerator) -> type[ThreadingHTTPServer]:
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
+def server_for(generator: ResponseGenerator) -> type[Server]:
+    options = generator.options
 
-        def service_actions(self) -> None:
+    class Bounded(Server):
+        connections = Connections(options.max_connections, options.head_seconds)
+
+        def alive(self) -> None:
             if not generator.generation_available():
                 raise GenerationEnded("the generation thread ended; the log above says why")
 
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            if not isinstance(sys.exc_info()[1], OSError):
-                logging.exception(f"a request of {client_address} failed")
-
-    return Server
+    return Bounded
 
 
 def stop(generator: ResponseGenerator) -> None:
-    """End the round that runs, then give waiting clients a moment to be told."""
+    """End the round that runs, then give waiting clients a moment to be told; a generation thread
+    that does not end does not keep the process."""
     on_sigterm(signal.SIG_IGN)
     generator.stop_and_join()
     deadline = time.monotonic() + LAST_WORDS
     while generator.handlers and time.monotonic() < deadline:
         time.sleep(0.01)
+    if not generator.ended and current_thread() is main_thread():
+        logging.error("the generation thread does not end; leaving without it")
+        logging.shutdown()
+        os._exit(1)
 
 
 def cache_limits(cli_args: Namespace) -> tuple[int, int]:

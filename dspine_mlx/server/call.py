@@ -10,27 +10,15 @@ from typing import Any, Literal
 
 from mlx_lm import server as host
 
-from dspine_mlx.errors import InputError
 from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.server.failure import Failed
+from dspine_mlx.server.stops import ReplyText
 
 # Whether a reply starts inside a reasoning block, may open one, or comes after one (or has none).
 Reasoning = Literal["inside", "possible", "over"]
 
 
-class Failed(Exception):
-    """A request that gets an error instead of a reply: an HTTP status and a sentence."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
-CLIENT_GONE = 499  # nginx's status for a client that closed the connection
-
-
-class UnknownModel(InputError):
-    """A model that is neither a folder here nor on the Hub."""
 
 
 class Call:
@@ -50,9 +38,14 @@ class Call:
         self.context: host.GenerationContext | None = None
         self.reasoning: Reasoning = "over"
         self.tools = False  # whether the reply may be a tool call
-        self.tokens = 0
+        self.tokens: list[int] = []  # of the reply, so far
+        self.text: ReplyText | None = None  # of the reply, where it has stop strings
+        self.stopped = False  # by a stop string, or with text that was held back for one
+        self.alone = False  # its batch failed, so it goes on by itself
         self.started = time.perf_counter()
+        self.prefilled: float | None = None  # when the prompt's last chunk was done
         self.first_token: float | None = None  # seconds after the start
+        self.latest = self.started  # when the newest token came
         self.round_started = self.started
         self.round_seconds: list[float] = []
         self.failure: Failed | None = None
@@ -65,6 +58,34 @@ class Call:
         """Give the request up; the generation thread stops at its next token or prompt chunk."""
         self.failure = self.failure or failure
         return self.failure
+
+    def take(self, response: host.Response) -> None:
+        """Account of one token, whose text becomes what may be delivered of the reply."""
+        self.tokens.append(response.token)
+        self.latest = time.perf_counter()
+        if self.first_token is None:
+            self.first_token = self.latest - self.started
+        response.logprob = sayable(response.logprob)
+        for token in response.top_tokens:
+            token["logprob"] = sayable(token["logprob"])
+        if self.text is None:
+            return
+        response.text = self.text.take(response.finish_reason is not None)
+        ended = response.finish_reason == "stop" and response.text
+        if self.text.found or ended:  # mlx_lm drops the text that comes with "stop"
+            response.finish_reason, self.stopped = "length", True
+
+    def progress(self, done: int, total: int) -> None:
+        """Of the prompt; mlx_lm's batches report all of it before the first token."""
+        if not self.tokens and (done < total or self.path == "batched"):
+            self.prefilled = time.perf_counter()
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second since the prompt was prefilled."""
+        if self.prefilled is None or not self.tokens or self.latest <= self.prefilled:
+            return None
+        return len(self.tokens) / (self.latest - self.prefilled)
 
     @property
     def prompt(self) -> list[int]:
@@ -82,7 +103,22 @@ class Call:
             "verify_lengths": {str(n): rounds for n, rounds in sorted(s.verify_lengths.items())},
             "parked": s.plain,
             "verdict": s.verdict,
+            "tokens_per_second": None if self.speed is None else round(self.speed, 2),
         }
+
+    def summary(self) -> str:
+        """One line for the log: figures, never text."""
+        status = self.failure.status if self.failure is not None else 200
+        words = [
+            f"{status} {self.path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} tokens"
+        ]
+        if self.speed is not None:
+            words.append(f"{self.speed:.1f} tokens/s")
+        if self.statistics.rounds:
+            words.append(f"{self.statistics.acceptance_length:.2f} tokens per round")
+        if self.statistics.verdict:
+            words.append(self.statistics.verdict)
+        return ", ".join(words)
 
     def check(self) -> None:
         if self.failure is not None:
@@ -104,6 +140,25 @@ class Call:
 serving: ContextVar[Call] = ContextVar("serving")
 
 
+def sayable(logprob: float) -> float:
+    """JSON has neither NaN nor the -inf of a token that a grammar forbids."""
+    return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB
+
+
+class Heartbeat:
+    """When the generation thread last did a step."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def beat(self) -> None:
+        self.last = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.last
+
+
 class Reply:
     """A request's way back to its HTTP thread, which keeps account of what passes."""
 
@@ -111,16 +166,19 @@ class Reply:
         self.queue, self.call, self.calls = queue, call, calls
 
     def put(self, item: Any) -> None:
+        self.calls.heart.beat()
         if isinstance(item, host.GenerationContext):
+            if self.call.context is not None:  # of a reply that is taken up again
+                return
             self.call.context = item
         elif isinstance(item, host.Response):
-            self.call.tokens += 1
-            for token in item.top_tokens:  # a grammar's -inf is no JSON
-                token["logprob"] = max(token["logprob"], LEAST_LOGPROB)
-            if self.call.first_token is None:
-                self.call.first_token = time.perf_counter() - self.call.started
+            self.call.take(item)
+        elif isinstance(item, tuple):
+            self.call.progress(*item)
         elif item is None or isinstance(item, Exception):
             self.calls.remove(self.call)
+        if self.call.failure is not None and self.call.context is not None:
+            self.call.context.stop()  # a batch drops it
         self.queue.put(item)
 
 
@@ -129,7 +187,9 @@ class Calls:
 
     def __init__(self) -> None:
         self.lock = Lock()
+        self.heart = Heartbeat()
         self.calls: set[Call] = set()
+        self.taken: dict[Call, tuple] = {}  # by the generation thread
         self.closed: Failed | None = None
 
     def __len__(self) -> int:
@@ -144,6 +204,18 @@ class Calls:
     def remove(self, call: Call) -> None:
         with self.lock:
             self.calls.discard(call)
+            self.taken.pop(call, None)
+
+    def take(self, reply: Reply, request: host.CompletionRequest, args: Any) -> tuple:
+        """Notes what the generation thread works on, and gives it back."""
+        with self.lock:
+            if reply.call in self.calls:
+                self.taken[reply.call] = reply, request, args
+        return reply, request, args
+
+    def in_progress(self) -> list[tuple]:
+        with self.lock:
+            return list(self.taken.values())
 
     def close(self, failure: Failed) -> None:
         """Fail all of them, and those to come."""

@@ -1,10 +1,10 @@
 """mlx_lm.server's ResponseGenerator: drafting when idle, mlx_lm's batches under load."""
 
 import logging
-import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty, Queue
 from typing import Any
 
@@ -16,31 +16,30 @@ from mlx_lm.generate import stream_generate as plain_generate
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate as draft_generate
-from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.server.call import (
-    CLIENT_GONE,
-    Call,
-    Calls,
-    Failed,
-    Reasoning,
-    Reply,
-    UnknownModel,
-    serving,
+from dspine_mlx.server.call import Call, Calls, Reply, serving
+from dspine_mlx.server.decoding import (
+    Arguments,
+    check_prompt,
+    checked,
+    drafting,
+    observed,
+    reasoning,
+    try_sampling,
 )
-from dspine_mlx.server.grammar import Constraint, constraint
+from dspine_mlx.server.failure import CLIENT_GONE, Failed, failed
+from dspine_mlx.server.grammar import constraint
+from dspine_mlx.server.images import image_parts
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
+from dspine_mlx.server.prompts import BoundedTokenizer
 from dspine_mlx.server.provider import Provider
+from dspine_mlx.server.stops import ReplyText
 
 POLL = 0.1  # seconds between two looks at a waiting client's connection
 
 
-@dataclass
-class Arguments(host.GenerationArguments):
-    """A request's arguments, and the call they belong to."""
-
-    call: Call
+STOP_SECONDS = 5.0  # for the generation thread to end in
 
 
 class ResponseGenerator(host.ResponseGenerator):
@@ -50,6 +49,7 @@ class ResponseGenerator(host.ResponseGenerator):
         self.handlers: set[Call] = set()  # calls whose HTTP threads still have to answer
         self.metrics = Metrics()
         self.load_failure: str | None = None
+        self.again: deque[tuple] = deque()  # requests of a batch that failed
         super().__init__(provider, prompt_cache)
 
     # ---- in the HTTP threads
@@ -59,16 +59,51 @@ class ResponseGenerator(host.ResponseGenerator):
         request: host.CompletionRequest,
         generation_args: host.GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
-    ) -> tuple[host.GenerationContext, Iterator[host.Response]]:
+    ) -> tuple[host.GenerationContext | None, Iterator[host.Response]]:
+        """A failure is kept in the call, and the handler answers with it where mlx_lm begins its
+        reply."""
         call = serving.get()
         self.handlers.add(call)
-        self.calls.add(call)
         args = Arguments(**vars(generation_args), call=call)
         try:
-            context, responses = super().generate(request, args, progress_callback)
-        except Exception as error:  # whatever the generation thread put on the queue
-            raise call.fail(failed(error)) from error
+            context, responses = self.enqueued(request, args, progress_callback)
+        except Failed:
+            return None, iter(())
         return context, answered(responses, call)
+
+    def enqueued(
+        self, request: host.CompletionRequest, args: Arguments, progress: Any
+    ) -> tuple[host.GenerationContext, Iterator[host.Response]]:
+        try:
+            self.prepare(request, args)
+            self.calls.add(args.call)
+            return super().generate(request, args, progress)
+        except OSError:  # the client's connection
+            raise
+        except Exception as error:  # whatever the generation thread put on the queue
+            raise args.call.fail(failed(error)) from error
+
+    def prepare(self, request: host.CompletionRequest, args: Arguments) -> None:
+        """What may take long or fail, before the one thread that all requests share: downloads, the
+        chat template and the tokenizer (of the loaded model; another's run once it is loaded)."""
+        provider = self.model_provider
+        provider.check_names(args.model)
+        if self._is_distributed:  # the other ranks do this themselves
+            return
+        provider.download(args.model)
+        tokenizer = provider.loaded_tokenizer(args.model)
+        if tokenizer is not None and not any(image_parts(request.messages)):
+            args.prepared = tokenizer, self.tokenized(tokenizer, request, args)
+            check_prompt(args.prepared[1][0], args, provider)
+
+    def tokenized(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> tuple:
+        bounded = BoundedTokenizer(tokenizer, self.model_provider.most_characters)
+        try:
+            return super()._tokenize(bounded, request, args)
+        except InputError:
+            raise
+        except Exception as error:  # chat templates raise what they like; it is the request's doing
+            raise InputError(f"this request can't be made a prompt: {error}") from error
 
     def _await_response(self, response_queue: Queue) -> Any:
         if self._is_distributed:  # one rank can't give up alone
@@ -88,11 +123,30 @@ class ResponseGenerator(host.ResponseGenerator):
         self.calls.remove(call)
         self.handlers.discard(call)
         self.metrics.finish(call)
+        logging.info(call.summary())
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the generation thread has done nothing for long, other than load a model."""
+        loading = self.model_provider.loading
+        return not loading and self.calls.heart.age > self.options.stall_seconds
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.generation_available() and not self.stalled
+
+    @property
+    def ended(self) -> bool:
+        return not self._generation_thread.is_alive()
 
     def stop_and_join(self) -> None:
-        if not self._is_distributed:
-            self.calls.close(Failed(503, "the server is stopping"))
-        super().stop_and_join()
+        """Returns after STOP_SECONDS at the latest; `ended` says whether the thread has."""
+        if self._is_distributed:
+            return super().stop_and_join()
+        self.calls.close(Failed(503, "the server is stopping"))
+        self._stop = True
+        self._generation_thread.join(STOP_SECONDS)
+        return None
 
     # ---- in the generation thread
 
@@ -102,10 +156,30 @@ class ResponseGenerator(host.ResponseGenerator):
         except (ValueError, OSError, RuntimeError) as error:
             self.load_failure = " ".join(str(error).split())
             return
-        super()._generate()
+        while not self._stop:
+            try:
+                super()._generate()
+            except Exception as error:  # of one request, whichever it is, among those of a batch
+                if self._is_distributed or not self.calls.taken:
+                    raise
+                logging.exception("a batch failed; its requests go on one by one")
+                self.take_up(error)
         mx.clear_streams()  # left to the thread's end, they race with the end of the process
 
+    def take_up(self, error: Exception) -> None:
+        """Requests of a batch that failed are decoded alone, from the token where they were; one
+        that fails alone gets the error."""
+        for reply, request, args in self.calls.in_progress():
+            if args.call.alone:
+                reply.put(error)
+            else:
+                args.call.alone, args.call.path = True, "plain"
+                self.again.append((reply, request, args))
+
     def _next_request(self, timeout: float | None = None) -> tuple | None:
+        self.calls.heart.beat()
+        if self.again:
+            return self.again.popleft()
         item = super()._next_request(timeout)
         if item is None:
             return None
@@ -115,7 +189,7 @@ class ResponseGenerator(host.ResponseGenerator):
             reply.put(args.call.failure)
             return None
         self.choose_path(args)
-        return reply, request, args
+        return self.calls.take(reply, request, args)
 
     def choose_path(self, args: Arguments) -> None:
         """Keep the drafter of a request that mlx_lm would serve alone, drop it under load."""
@@ -131,20 +205,39 @@ class ResponseGenerator(host.ResponseGenerator):
             args.call.path = "batched" if batchable else "plain"
 
     def _is_batchable(self, args: Arguments) -> bool:
-        alone = args.model.draft is not None or args.call.grammar is not None
+        drafts = args.model.draft is not None
+        alone = drafts or args.call.grammar is not None or args.call.alone
         return not alone and super()._is_batchable(args)
 
     def _tokenize(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> Any:
-        try:
-            prompt, *others = super()._tokenize(tokenizer, request, args)
-        except Exception as error:  # chat templates raise what they like; it is the request's doing
-            raise InputError(f"this request can't be made a prompt: {error}") from error
-        check_prompt(prompt, args, self.model_provider)
-        args.call.tools = bool(request.tools)
-        args.call.reasoning = reasoning(
+        call, provider = args.call, self.model_provider
+        self.arriving = call
+        provider.release()
+        if args.prepared is not None and args.prepared[0] is tokenizer:
+            prompt, *others = args.prepared[1]
+        else:
+            prompt, *others = self.tokenized(tokenizer, request, args)
+        check_prompt(prompt, args, provider)
+        if provider.vocab_size is not None:
+            try_sampling(prompt, args, tokenizer, provider.vocab_size)
+        call.tools = bool(request.tools)
+        call.reasoning = reasoning(
             "reasoning" in others, bool((args.chat_template_kwargs or {}).get("enable_thinking"))
         )
+        if call.tokens:  # taken up again
+            prompt, args.max_tokens = prompt + call.tokens, args.max_tokens - len(call.tokens)
         return prompt, *others
+
+    def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
+        """mlx_lm's for the arriving request, which finds stop strings in the text instead."""
+        ends, machine = super()._make_state_machine(model_key, tokenizer, [])
+        call = self.arriving
+        if call.text is None and (stop_words or call.tokens):
+            call.text = ReplyText(stop_words, ends, tokenizer.detokenizer)
+            for token in call.tokens:
+                call.text.advance(token)
+            call.text.take(last=False)  # which the client has
+        return call.text or ends, machine
 
     def _serve_single(self, request: tuple, stream: mx.Stream) -> None:
         self.current: Arguments = request[2]
@@ -178,24 +271,6 @@ class ResponseGenerator(host.ResponseGenerator):
             yield from observed(tokens, call)
 
 
-def reasoning(inside: bool, asked: bool) -> Reasoning:
-    """A reply may open a reasoning block only where the client asked for one: a model that has the
-    tokens but was not made to reason would take them for a way around the grammar."""
-    if inside:
-        return "inside"
-    return "possible" if asked else "over"
-
-
-def failed(error: Exception) -> Failed:
-    """What a client is told of an error."""
-    if isinstance(error, Failed):
-        return error
-    if isinstance(error, InputError):
-        return Failed(404 if isinstance(error, UnknownModel) else 400, str(error))
-    logging.error("a request failed", exc_info=error)
-    return Failed(500, f"{type(error).__name__}: {error}")
-
-
 def answered(responses: Iterator[host.Response], call: Call) -> Iterator[host.Response]:
     """The responses; every error but one of the client's own connection becomes a `Failed`."""
     try:
@@ -205,79 +280,3 @@ def answered(responses: Iterator[host.Response], call: Call) -> Iterator[host.Re
         raise
     except Exception as error:  # whatever the generation thread put on the queue
         raise call.fail(failed(error)) from error
-
-
-def check_prompt(prompt: list[int], args: Arguments, provider: Provider) -> None:
-    if len(prompt) == 0:
-        raise InputError("the prompt is empty; give at least one token")
-    limit, vocabulary = provider.context_length, provider.vocab_size
-    if limit is not None and len(prompt) > limit:
-        raise InputError(f"the prompt has {len(prompt)} tokens; the model's context has {limit}")
-    if limit is not None and args.max_tokens > limit:
-        raise InputError(f"max_tokens is {args.max_tokens}; the model's context has {limit} tokens")
-    biased = args.logits.logit_bias or {}
-    if vocabulary is not None and not all(0 <= token < vocabulary for token in biased):
-        raise InputError(f"logit_bias names a token outside the model's {vocabulary}")
-    if vocabulary is not None and args.sampling.top_k > vocabulary:
-        raise InputError(f"top_k is {args.sampling.top_k}; the model has {vocabulary} tokens")
-
-
-def checked(call: Call, options: dict[str, Any]) -> Callable[[int, int], None]:
-    """The prefill's progress callback, which also ends the prefill of a call that was given up."""
-    progress = options["prompt_progress_callback"]
-
-    def report(done: int, total: int) -> None:
-        call.check()
-        progress(done, total)
-        if done < total:
-            call.round_started = time.perf_counter()
-
-    return report
-
-
-def drafting(
-    options: dict[str, Any], args: Arguments, tokenizer: Any, grammar: Constraint | None
-) -> dict[str, Any]:
-    """The options of mlx_lm's stream_generate as dspine_mlx.stream_generate takes them.
-
-    With a seed the draws are those of seeded plain decoding, and drafts foresee them. Otherwise
-    drafts are sampled and verified by the ratio test, but for a grammar, which cuts them.
-    """
-    unknown = ("num_draft_tokens", "input_embeddings")
-    options = {name: value for name, value in options.items() if name not in unknown}
-    options["verify_length"] = args.call.verify_length
-    seeded = args.seed is not None
-    if args.sampling.temperature > 0 and (seeded or grammar is None):
-        special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
-        options["sampler"] = Sampler(
-            args.sampling.temperature,
-            top_p=args.sampling.top_p,
-            top_k=args.sampling.top_k,
-            min_p=args.sampling.min_p,
-            xtc_probability=args.sampling.xtc_probability,
-            xtc_threshold=args.sampling.xtc_threshold,
-            xtc_special_tokens=special,
-            seeded=seeded,
-        )
-    if grammar is not None:
-        options["draft_filter"] = grammar.permitted
-    return options
-
-
-def observed(tokens: Iterator[GenerationResponse], call: Call) -> Iterator[GenerationResponse]:
-    """The tokens, until the call is given up; times its rounds and keeps its statistics.
-
-    An end after a token leaves the caches at the tokens so far, which then go to the prompt cache.
-    """
-    rounds = 0
-    for response in tokens:
-        if call.path == "speculative":
-            call.statistics = response.statistics
-            now = time.perf_counter()
-            if response.statistics.rounds > rounds:
-                call.round_seconds.append(now - call.round_started)
-                rounds = response.statistics.rounds
-            call.round_started = now
-        yield response
-        if call.failure is not None:
-            return

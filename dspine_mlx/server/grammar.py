@@ -4,6 +4,7 @@ The automaton is llguidance's (extra `server`). Masking happens before sampling,
 the target's law restricted to the grammar, with the drafter or without it.
 """
 
+import json
 from functools import lru_cache
 from typing import Any
 
@@ -12,12 +13,14 @@ import numpy as np
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.server.call import Call, Reasoning
+from dspine_mlx.server.fields import FieldError
 
 try:
     import llguidance
 except ImportError:
     llguidance = None  # type: ignore[assignment]  # response_format is refused
 
+LONGEST = 1 << 18  # characters of a schema
 WHITESPACE = r"(?: |\n[ \t]{0,24})"  # unbounded white space lets a small model emit nothing else
 
 
@@ -53,11 +56,17 @@ class Constraint:
         bits = np.unpackbits(
             np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little"
         )
+        self.check()
         mask = np.zeros(logits.shape[-1], np.bool_)
         mask[: bits.size] = bits[: mask.size]
         if not ruled:
             mask[list(self.openings(text))] = True
         return mx.where(mx.array(mask), logits, -mx.inf)
+
+    def check(self) -> None:
+        """llguidance gives a grammar up that takes too much work at some place of the text."""
+        if self.matcher.is_error():
+            raise unusable(f"is too complex to follow: {self.matcher.get_error().split(';')[0]}")
 
     def permitted(self, tokens: mx.array, draft: list[int]) -> int:
         """How many drafted tokens after these the grammar allows."""
@@ -101,6 +110,7 @@ class Constraint:
         if same < len(self.consumed):
             self.matcher.rollback(len(self.consumed) - same)
         taken = self.matcher.try_consume_tokens(wanted[same:])
+        self.check()
         self.consumed = wanted[: same + taken]
         complete = len(self.consumed) == ended
         return complete and (ended == len(tokens) or self.matcher.is_accepting())
@@ -119,18 +129,20 @@ def compile_format(response_format: Any) -> str | None:
     if response_format is None or response_format == {"type": "text"}:
         return None
     if llguidance is None:
-        raise InputError("response_format needs llguidance; install dspine-mlx[server]")
+        raise unusable("needs llguidance; install dspine-mlx[server]")
     schema = schema_of(response_format)
+    if len(json.dumps(schema)) > LONGEST:
+        raise unusable(f"has a schema of more than {LONGEST} characters")
     try:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(
             schema, overrides={"whitespace_pattern": WHITESPACE}
         )
     except ValueError as error:
-        raise InputError(f"response_format has no valid JSON schema: {error}") from error
+        raise unusable(f"has no valid JSON schema: {error}") from error
     wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
     if wrong:
         reason = " ".join(" ".join(messages).split())
-        raise InputError(f"response_format has no valid JSON schema: {reason}")
+        raise unusable(f"has no valid JSON schema: {reason}")
     return grammar
 
 
@@ -142,8 +154,12 @@ def schema_of(response_format: Any) -> dict[str, Any]:
         named = response_format.get("json_schema")
         if isinstance(named, dict) and isinstance(named.get("schema"), dict):
             return named["schema"]
-        raise InputError("response_format of type json_schema needs json_schema.schema, an object")
-    raise InputError("response_format.type must be text, json_object or json_schema")
+        raise unusable("of type json_schema needs json_schema.schema, an object")
+    raise unusable("must be text, json_object or json_schema")
+
+
+def unusable(what: str) -> FieldError:
+    return FieldError("response_format", f"response_format {what}")
 
 
 def constraint(call: Call, tokenizer: Any) -> Constraint | None:

@@ -3,34 +3,41 @@
 import hmac
 import io
 import json
+import time
 from contextlib import suppress
 from typing import Any
 
-import mlx.core as mx
-import mlx_lm
 from mlx_lm import server as host
 
-import dspine_mlx
-from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
-from dspine_mlx.server.call import CLIENT_GONE, Call, Failed, serving
+from dspine_mlx.server.call import Call, serving
+from dspine_mlx.server.connections import Server
+from dspine_mlx.server.failure import CLIENT_GONE, Failed, error_body, failed
+from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.generator import ResponseGenerator
 from dspine_mlx.server.grammar import compile_format
+from dspine_mlx.server.health import health
+from dspine_mlx.server.images import image_parts, inline_images
 from dspine_mlx.server.metrics import CONTENT_TYPE
-from dspine_mlx.server.validation import check_body, parse_body
+from dspine_mlx.server.provider import DEFAULT
+from dspine_mlx.server.validation import checked, parse_body
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
-MOST_DISCARDED = 1 << 26  # bytes of a refused request's body
+SMALL, LARGE = 1 << 20, 1 << 24  # bytes of a refused body that are taken, to be read by nobody
+UNAUTHORIZED = Failed(401, "this server needs its API key as 'Authorization: Bearer KEY'")
 
 
 class Handler(host.APIHandler):
     response_generator: ResponseGenerator
+    server: Server
 
     def __init__(self, response_generator: ResponseGenerator, *args: Any, **kwargs: Any):
         self.options = response_generator.options
         self.timeout = self.options.idle_timeout  # of every read and write on the connection
         self.call: Call | None = None
         self.answered = False
+        self.made_tool_call = False
+        self.unwanted = SMALL  # bytes to take of a body that is not read
         super().__init__(response_generator, *args, **kwargs)
 
     # ---- routes
@@ -40,60 +47,88 @@ class Handler(host.APIHandler):
         if route == "/health":
             self.handle_health_check()
         elif not self.authorized():
-            self.refuse(401, "this server needs its API key as 'Authorization: Bearer KEY'")
+            self.refuse(UNAUTHORIZED)
         elif route == "/metrics":
             self.reply(200, self.metrics_text().encode(), CONTENT_TYPE)
         elif route.startswith("/v1/models"):
             super().do_GET()
         else:
-            self.refuse(404, f"there is no {route} here")
+            self.refuse(Failed(404, f"there is no {route} here"))
 
     def do_POST(self) -> None:
         try:
             self.body = self.checked_body()
             self.grammar = compile_format(self.body.get("response_format"))
+            self.take_images(self.body.get("messages") or [])
             raw = json.dumps(self.body).encode()
             self.rfile = io.BytesIO(raw)  # mlx_lm reads and parses the body again
             self.headers.replace_header("Content-Length", str(len(raw)))
             super().do_POST()
-        except InputError as error:
-            self.refuse(400, str(error))
-        except Failed as error:
-            self.refuse(error.status, str(error))
+        except (InputError, Failed) as error:
+            self.refuse(failed(error))
             self.discard_body()
+
+    def parse_request(self) -> bool:
+        """The head is there, or can't be read; the body may take `idle_timeout` more."""
+        parsed = super().parse_request()
+        self.slot = self.server.connections.wait(self.connection, self.options.idle_timeout)
+        return parsed
 
     def checked_body(self) -> dict[str, Any]:
         if not self.authorized():
-            raise Failed(401, "this server needs its API key as 'Authorization: Bearer KEY'")
+            raise UNAUTHORIZED
         if self.path not in POSTS:
             raise Failed(404, f"there is no {self.path} here; post to one of {', '.join(POSTS)}")
-        length = self.headers.get("Content-Length")
-        if length is None:
+        return checked(parse_body(self.read_body(self.body_length())), self.path)
+
+    def body_length(self) -> int:
+        if self.headers.get("Transfer-Encoding") is not None:
+            raise Failed(411, "the request's body is chunked; send it with a Content-Length header")
+        lengths = set(self.headers.get_all("Content-Length", []))
+        if not lengths:
             raise Failed(411, "the request needs a Content-Length header")
-        if not length.isdecimal():
-            raise InputError(f"Content-Length is {length!r}; it must be a number of bytes")
-        limit = self.options.max_request_bytes
-        if int(length) > limit:
-            raise Failed(413, f"the request has {length} bytes; this server takes up to {limit}")
+        length, limit = lengths.pop(), self.options.max_request_bytes
+        if lengths or not (length.isascii() and length.isdecimal()):
+            raise InputError(f"Content-Length is {length[:40]!r}; it must be one number of bytes")
+        if len(length.lstrip("0")) > 15 or int(length) > limit:
+            self.unwanted = LARGE
+            raise Failed(
+                413, f"the request has {length[:40]} bytes; this server takes up to {limit}"
+            )
+        return int(length)
+
+    def read_body(self, length: int) -> bytes:
+        """The body; the connection's deadline ends a read that takes too long."""
         try:
-            raw = self.rfile.read(int(length))
-        except TimeoutError as error:
-            raise Failed(408, "the request body did not arrive in time") from error
-        if len(raw) < int(length):
+            raw, late = self.rfile.read(length), False
+        except TimeoutError:
+            raw, late = b"", True
+        if len(raw) < length and (late or self.slot.late):
+            raise Failed(408, "the request body did not arrive in time")
+        if len(raw) < length:
             raise InputError(f"the request body ended after {len(raw)} of {length} bytes")
-        body = parse_body(raw)
-        check_body(body, self.path)
-        if body.get("stream_options") is not None:
-            body["stream_options"].setdefault("include_usage", False)
-        return body
+        self.unwanted = 0
+        self.server.connections.arrived(self.connection)
+        return raw
+
+    def take_images(self, messages: list[Any]) -> None:
+        """Nothing is fetched for a model that takes no images, or that is not loaded."""
+        if not any(image_parts(messages)):
+            return
+        wanted = host.ModelDescription(
+            self.body.get("model", DEFAULT), DEFAULT, self.body.get("adapters")
+        )
+        if not self.response_generator.model_provider.takes_images(wanted):
+            raise FieldError("messages", "the messages have images; this model takes text only")
+        inline_images(messages, self.options.allow_private_images)
 
     def discard_body(self) -> None:
-        """Take what the client still sends: closing on it would reset the connection, and the
-        client might never read the answer."""
-        self.connection.settimeout(1.0)
-        left = MOST_DISCARDED
+        """Take what the client still sends, up to a limit: closing on it would reset the
+        connection, and the client might never read the answer."""
+        self.connection.settimeout(0.2)
+        left, end = self.unwanted, time.monotonic() + 2
         with suppress(OSError):
-            while left > 0 and (chunk := self.rfile.read1(1 << 16)):
+            while left > 0 and time.monotonic() < end and (chunk := self.rfile.read1(1 << 16)):
                 left -= len(chunk)
 
     def validate_model_parameters(self) -> None:
@@ -105,8 +140,8 @@ class Handler(host.APIHandler):
     def authorized(self) -> bool:
         if self.options.api_key is None:
             return True
-        given = self.headers.get("Authorization", "").encode()
-        return hmac.compare_digest(given, f"Bearer {self.options.api_key}".encode())
+        given = self.headers.get("Authorization", "").encode("latin-1", "replace")  # its bytes
+        return any(hmac.compare_digest(given, b"Bearer " + key) for key in self.options.key_bytes)
 
     # ---- completions
 
@@ -129,13 +164,19 @@ class Handler(host.APIHandler):
     def fail_late(self, error: Failed) -> None:
         """An error after mlx_lm has begun its reply: whole replies have not been sent yet."""
         if self.answered:
-            self.wfile.write(f"data: {json.dumps({'error': str(error)})}\n\n".encode())
+            self.wfile.write(b"data: " + error.body + b"\n\n")
         else:
-            self._headers_buffer.clear()
-            self.refuse(error.status, str(error))
+            self._headers_buffer: list[bytes] = []
+            self.refuse(error)
 
-    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self.with_statistics(super().generate_response(*args, **kwargs))
+    def generate_response(
+        self, text: str, finish_reason: str | None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        self.made_tool_call |= bool(kwargs.get("tool_calls"))
+        if finish_reason == "length" and self.call is not None and self.call.stopped:
+            finish_reason = "tool_calls" if self.made_tool_call else "stop"
+        response = super().generate_response(text, finish_reason, *args, **kwargs)
+        return self.with_statistics(response)
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.with_statistics(super().completion_usage_response(*args, **kwargs))
@@ -148,19 +189,26 @@ class Handler(host.APIHandler):
     # ---- answers
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        """mlx_lm answers 404 to whatever goes wrong before the first token; say what it was."""
-        if status_code == 404 and self.call is not None and self.call.failure is not None:
-            status_code = self.call.failure.status
+        self.begin()
         super()._set_completion_headers(status_code)
+
+    def _set_stream_headers(self, status_code: int = 200) -> None:
+        self.begin()
+        super()._set_stream_headers(status_code)
+
+    def begin(self) -> None:
+        """mlx_lm begins its reply: a call that has failed by now gets an error instead."""
+        if self.call is not None:
+            self.call.check()
 
     def end_headers(self) -> None:
         super().end_headers()
         self.answered = True
 
-    def refuse(self, status: int, message: str) -> None:
+    def refuse(self, failure: Failed) -> None:
         if self.call is None:
-            self.response_generator.metrics.refuse(status)
-        self.reply(status, json.dumps({"error": message}).encode(), "application/json")
+            self.response_generator.metrics.refuse(failure.status)
+        self.reply(failure.status, failure.body, "application/json")
 
     def reply(self, status: int, content: bytes, content_type: str) -> None:
         self.send_response(status)
@@ -175,33 +223,27 @@ class Handler(host.APIHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class's own errors (a malformed request line, an unknown method) as JSON."""
         self.close_connection = True
-        content = json.dumps({"error": message or self.responses[code][0]}).encode()
+        content = error_body(code, message or self.responses[code][0])
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
+    def handle_models_request(self) -> None:
+        """The Hub's models that are here, as far as requests may name them."""
+        allowed = self.response_generator.model_provider.allowed("model")
+        if allowed is None:
+            return super().handle_models_request()
+        names = sorted(allowed - {DEFAULT})
+        models = [{"id": name, "object": "model", "created": self.created} for name in names]
+        content = json.dumps({"object": "list", "data": models}).encode()
+        return self.reply(200, content, "application/json")
+
     def handle_health_check(self) -> None:
-        generator, provider = self.response_generator, self.response_generator.model_provider
-        healthy = generator.is_healthy
-        draft, drafter = next(iter(provider.drafters.items()), (None, None))
-        state = {
-            "status": "ok" if healthy else "unavailable",
-            "loaded": provider.model is not None,
-            "model": provider.model_key[0] if provider.model_key else None,
-            "draft_model": draft,
-            "drafter": type(drafter.network).__name__ if drafter is not None else None,
-            "verify_length": self.options.verify_length,
-            "kernels": kernels(self.options.kernels, drafter),
-            "requests": len(generator.calls),
-            "versions": {
-                "dspine_mlx": dspine_mlx.__version__,
-                "mlx_lm": mlx_lm.__version__,
-                "mlx": mx.__version__,
-            },
-        }
-        self.reply(200 if healthy else 503, json.dumps(state).encode(), "application/json")
+        state = health(self.response_generator)
+        status = 200 if self.response_generator.is_healthy else 503
+        self.reply(status, json.dumps(state).encode(), "application/json")
 
     def metrics_text(self) -> str:
         generator = self.response_generator
@@ -209,21 +251,8 @@ class Handler(host.APIHandler):
             {
                 "requests_in_progress": len(generator.calls),
                 "requests_queued": generator.requests.qsize(),
+                "connections": len(self.server.connections),
                 "prompt_cache_bytes": generator.prompt_cache.nbytes,
                 "prompt_cache_sequences": len(generator.prompt_cache),
             }
         )
-
-
-def kernels(mode: str, drafter: Drafter | None) -> dict[str, Any]:
-    """Whether Metal kernels are on, why or why not, and what their checks said."""
-    checks = drafter.kernels.report()["checks"] if drafter is not None else []
-    if mode == "off":
-        why = "switched off by --kernels off"
-    elif not mx.metal.is_available():
-        why = "this machine has no Metal; plain MLX operations are used"
-    elif drafter is None:
-        why = "no drafter is loaded"
-    else:
-        return {"on": True, "why": "each kernel that passes its check runs", "checks": checks}
-    return {"on": False, "why": why, "checks": checks}

@@ -57,9 +57,9 @@ class Metrics:
                 cached = max(0, call.context.prompt_cache_count)
                 self.tokens["prompt"] += len(call.prompt)
                 self.tokens["cached"] += cached
-            self.tokens["generated"] += call.tokens
+            self.tokens["generated"] += len(call.tokens)
             if call.path == "speculative":
-                self.tokens["speculative"] += call.tokens
+                self.tokens["speculative"] += len(call.tokens)
                 self.tokens["parked"] += call.statistics.plain
             self.drafts["drafted"] += call.statistics.drafted
             self.drafts["accepted"] += call.statistics.accepted

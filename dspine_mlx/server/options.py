@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEGABYTE = 1 << 20
+ANY, OWN = "any", "own"  # of --allow-models
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,19 @@ class Options:
     profile: bool = True
     api_key: str | None = None
     max_request_bytes: int = 8 * MEGABYTE
-    idle_timeout: float = 60.0  # seconds a client may take over one read or write
+    allow_models: tuple[str, ...] | None = None  # None: any on loopback, else the server's own
+    allow_private_images: bool = False
+    max_connections: int = 128  # half of them per address
+    head_seconds: float = 10.0  # from a connection to its request's head
+    idle_timeout: float = 60.0  # seconds a client may take over a body, or over one write
+    stall_seconds: float = 300.0  # without a step, after which /health says so
+
+    @property
+    def key_bytes(self) -> tuple[bytes, ...]:
+        """The key as clients may send it: in UTF-8, or in HTTP's own latin-1."""
+        key = self.api_key or ""
+        ways = {key.encode("utf-8", "surrogateescape"), key.encode("latin-1", "ignore")}
+        return tuple(way for way in ways if len(way) >= len(key) > 0)
 
 
 def verify_length(text: str) -> int | str:
@@ -36,6 +49,13 @@ def api_key(text: str) -> str:
     return text
 
 
+def model_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
+    return () if names == (OWN,) else names
+
+
 def positive(text: str) -> int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
@@ -45,7 +65,7 @@ def positive(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="dspine-mlx serve",
-        usage="%(prog)s --model MODEL [--draft-model DRAFTER] [flags below and of mlx_lm.server]",
+        usage="%(prog)s [--model MODEL] [--draft-model DRAFTER] [flags below and of mlx_lm.server]",
         description="mlx_lm.server with a block drafter as its --draft-model.",
         add_help=False,
         allow_abbrev=False,
@@ -91,6 +111,32 @@ def parser() -> argparse.ArgumentParser:
         default=Options.max_request_bytes // MEGABYTE,
         help="refuse larger request bodies (default: %(default)s)",
     )
+    flags.add_argument(
+        "--allow-models",
+        type=model_names,
+        metavar="NAMES",
+        help="what requests may load besides the server's own models: any, own (nothing else), or "
+        "names with commas between them (default: any on a loopback --host, else own)",
+    )
+    flags.add_argument(
+        "--allow-private-images",
+        action="store_true",
+        help="fetch images of requests from private and loopback addresses, too",
+    )
+    flags.add_argument(
+        "--max-connections",
+        type=positive,
+        metavar="N",
+        default=Options.max_connections,
+        help="connections in all, half of them per address (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--stall-seconds",
+        type=positive,
+        metavar="S",
+        default=int(Options.stall_seconds),
+        help="/health says 503 when generation has made no step for so long (default: %(default)s)",
+    )
     return flags
 
 
@@ -112,5 +158,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
         profile=not known.no_profile,
         api_key=known.api_key,
         max_request_bytes=known.max_request_mb * MEGABYTE,
+        allow_models=known.allow_models,
+        allow_private_images=known.allow_private_images,
+        max_connections=known.max_connections,
+        stall_seconds=known.stall_seconds,
     )
     return options, rest

@@ -1,37 +1,52 @@
 """mlx_lm.server's ModelProvider, with block drafters bound to the loaded target."""
 
+import gc
+import logging
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm import server as host
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
-from dspine_mlx.load import load_drafter, read_config, resolve
-from dspine_mlx.server.call import UnknownModel
-from dspine_mlx.server.options import Options
+from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
+from dspine_mlx.server.failure import UnknownModel
+from dspine_mlx.server.fields import FieldError
+from dspine_mlx.server.options import ANY, Options
+from dspine_mlx.server.prompts import most_characters
+from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.schedule import prepare
 
 DEFAULT = "default_model"  # mlx_lm's name for what the command line gave
+STOCK: Any = host.ModelProvider  # before that name is rebound
 
 
 class Provider(host.ModelProvider):
     """Loads the target once: a request with another drafter, or none, does not touch it."""
 
     def __init__(self, cli_args: Namespace, options: Options):
+        if cli_args.model is None:
+            default_pair(cli_args)
         super().__init__(cli_args)
         if self.is_distributed and cli_args.draft_model is not None:
             raise InputError("drafting is for one machine; start without --draft-model")
         self.options = options
         self.model_key: Any  # (model, adapter, drafter)
+        self.model: Any
         self.drafters: dict[str, Drafter] = {}  # of the loaded target, the last one used
         self.context_length: int | None = None
         self.vocab_size: int | None = None
+        self.most_characters: int | None = None  # of a prompt
         self.target_caches = 0  # cache objects the target needs
-        if cli_args.model and Path(cli_args.model).exists():  # the name that /v1/models gives it
+        self.loading = self.replaced = False
+        if Path(cli_args.model).exists():  # the name that /v1/models gives it
             self._model_map[str(Path(cli_args.model).resolve())] = cli_args.model
 
     def reset(self) -> None:
@@ -41,48 +56,49 @@ class Provider(host.ModelProvider):
     def target_key(self) -> tuple[str, str | None]:
         return self.model_key[:2]
 
-    def load(
-        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
-    ) -> tuple[Any, Any]:
-        draft = self._draft_model_map.get(draft_model_path, draft_model_path)
-        self.draft_model = None
-        if self.model_key is not None:  # the base class reloads whatever differs from its key
-            self.model_key = (*self.target_key(), None)
-        loaded = super().load(model_path, adapter_path, None)
-        if draft is not None:
-            self.draft_model = self.drafter(draft)
-        self.model_key = (*self.target_key(), draft)
-        return loaded
+    # ---- in the HTTP threads
 
-    def _load(
-        self,
-        model_path: str | None,
-        adapter_path: str | None = None,
-        draft_model_path: str | None = None,
-    ) -> None:
-        """Load a target. What can't be had is refused before the loaded one is given up."""
-        if model_path is None:
-            raise UnknownModel("the server was started without --model; name one in the request")
-        try:
-            config = read_config(resolve(model_path))
-        except InputError as error:
-            raise UnknownModel(str(error)) from error
-        if adapter_path is not None and not Path(adapter_path).exists():
-            raise UnknownModel(f"there is no adapter folder {adapter_path}")
-        super()._load(model_path, adapter_path, None)
-        text = config | config.get("text_config", {})
-        self.context_length, self.vocab_size = context_length(text), text.get("vocab_size")
-        self.target_caches = len(make_prompt_cache(self.model))
+    def allowed(self, param: str) -> set[str] | None:
+        """Names that a field of a request may have (model, draft_model or adapters); None: any."""
+        named = self.options.allow_models
+        if named is None:
+            named = () if reachable(self.cli_args.host) else (ANY,)
+        if ANY in named:
+            return None
+        own = {
+            "model": (*self._model_map, self.cli_args.model),
+            "draft_model": (DEFAULT, self.cli_args.draft_model),
+            "adapters": (self.cli_args.adapter_path,),
+        }
+        return {name for name in (*own[param], *named) if name is not None}
 
-    def drafter(self, path: str) -> Drafter:
-        if path not in self.drafters:
-            self.drafters = {}
-            mx.clear_cache()
-            drafter = load_drafter(path, self.model, kernels=self.options.kernels)
-            auto = self.options.verify_length == "auto"
-            prepare(drafter, profile=self.options.profile and auto)
-            self.drafters = {path: drafter}
-        return self.drafters[path]
+    def check_names(self, wanted: host.ModelDescription) -> None:
+        """`UnknownModel` for a name that requests may not use."""
+        names = {"model": wanted.model, "draft_model": wanted.draft, "adapters": wanted.adapter}
+        for param, name in names.items():
+            allowed = self.allowed(param)
+            if name is not None and allowed is not None and name not in allowed:
+                raise UnknownModel(
+                    f"{param} is {name}, which this server does not load for requests; "
+                    "--allow-models says what it does",
+                    param,
+                )
+
+    def download(self, wanted: host.ModelDescription) -> None:
+        """Fetches a model that is not here yet; `UnknownModel` if it can't be had."""
+        model = self._model_map.get(wanted.model, wanted.model)
+        if self.model_key is None or self.model_key[0] != model:
+            folder_of(model)
+
+    def loaded_tokenizer(self, wanted: host.ModelDescription) -> Any:
+        """The tokenizer of a model if that is the loaded one, or None."""
+        key, tokenizer = self.model_key, self.tokenizer
+        model = self._model_map.get(wanted.model, wanted.model)
+        adapter = self._adapter_map.get(wanted.model, wanted.adapter)
+        return tokenizer if key is not None and key[:2] == (model, adapter) else None
+
+    def takes_images(self, wanted: host.ModelDescription) -> bool:
+        return self.loaded_tokenizer(wanted) is not None and self.processor is not None
 
     def draft_for(self, wanted: host.ModelDescription) -> str | None:
         """A request's drafter: its own, or the command line's with the command line's model."""
@@ -92,6 +108,132 @@ class Provider(host.ModelProvider):
             return wanted.draft
         model = self._model_map.get(wanted.model, wanted.model)
         return self.cli_args.draft_model if self.cli_args.model in (None, model) else None
+
+    # ---- in the generation thread
+
+    def load(
+        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> tuple[Any, Any]:
+        draft = self._draft_model_map.get(draft_model_path, draft_model_path)
+        self.draft_model = None
+        if self.model_key is not None:  # the base class reloads whatever differs from its key
+            self.model_key = (*self.target_key(), None)
+        with self.busy():
+            loaded = super().load(model_path, adapter_path, None)
+            if draft is not None:
+                self.draft_model = self.drafter(draft)
+        self.model_key = (*self.target_key(), draft)
+        return loaded
+
+    def _load(
+        self,
+        model_path: str,
+        adapter_path: str | None = None,
+        draft_model_path: str | None = None,
+    ) -> None:
+        """Load a target beside the present one, which is given up once that has worked."""
+        folder = folder_of(model_path)
+        config = read_config(folder)
+        if adapter_path is not None and not Path(adapter_path).exists():
+            raise UnknownModel(f"there is no adapter folder {adapter_path}", "adapters")
+        if self.model is not None:
+            check_memory(folder)
+        successor = STOCK(self.cli_args)
+        try:
+            successor._load(model_path, adapter_path, None)
+            caches = len(make_prompt_cache(successor.model))
+        except Exception as error:  # mlx_lm raises what a checkpoint's mistake leads to
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UnknownModel(f"{model_path} can't be loaded: {reason}") from error
+        text = config | (config.get("text_config") or {})
+        self.reset()
+        self.model, self.tokenizer = successor.model, successor.tokenizer
+        self.processor, self.is_batchable = successor.processor, successor.is_batchable
+        self.model_key, self.target_caches = successor.model_key, caches
+        self.context_length = context_length(text)
+        self.vocab_size = vocabulary(successor.model, text)
+        self.most_characters = most_characters(self.tokenizer, self.context_length)
+        self.replaced = True
+
+    def drafter(self, path: str) -> Drafter:
+        if path not in self.drafters:
+            try:
+                drafter = load_drafter(path, self.model, kernels=self.options.kernels)
+                auto = self.options.verify_length == "auto"
+                prepare(drafter, profile=self.options.profile and auto)
+            except InputError as error:
+                raise FieldError("draft_model", str(error)) from error
+            self.drafters, self.replaced = {path: drafter}, True
+        return self.drafters[path]
+
+    def release(self) -> None:
+        """Gives back the memory of what was replaced, once nothing refers to it any more."""
+        if self.replaced:
+            gc.collect()
+            mx.clear_cache()
+            self.replaced = False
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While something is loaded or measured, which is no stall."""
+        self.loading = True
+        try:
+            yield
+        finally:
+            self.loading = False
+
+
+def default_pair(cli_args: Namespace) -> None:
+    """Without --model: the pair that ships with the package."""
+    if cli_args.draft_model is not None:
+        raise InputError(
+            f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "
+            "was trained for"
+        )
+    cli_args.model, cli_args.draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+    logging.warning(
+        "no --model was given: serving the small demonstration pair that ships with dspine-mlx"
+    )
+
+
+def reachable(address: str) -> bool:
+    """Whether others than this machine may reach a server that listens there."""
+    try:
+        return not ip_address(address).is_loopback
+    except ValueError:
+        return address != "localhost"
+
+
+def folder_of(model: str) -> Path:
+    """Of a model, downloaded if need be; `UnknownModel` if it has no config.json."""
+    try:
+        folder = resolve(model, patterns=DEFAULT_ALLOW_PATTERNS)
+        read_config(folder)
+    except InputError as error:
+        raise UnknownModel(str(error)) from error
+    return folder
+
+
+def check_memory(folder: Path) -> None:
+    """Refuse a model whose weights don't fit beside the loaded ones, on a machine that says so."""
+    limit = mx.device_info().get("max_recommended_working_set_size")
+    if limit is None:
+        return
+    needed = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    used = mx.get_active_memory()
+    if needed + used > int(limit):
+        raise UnknownModel(
+            f"{folder.name} has {needed / 1e9:.1f} GB of weights, which don't fit beside the "
+            f"{used / 1e9:.1f} GB in use: start the server with it instead"
+        )
+
+
+def vocabulary(model: Any, config: dict[str, Any]) -> int | None:
+    """Tokens that a model has logits for, as far as it can be told."""
+    try:
+        return Target(model).vocab_size
+    except InputError:  # drafting is not for it
+        return config.get("vocab_size")
 
 
 def context_length(config: dict[str, Any]) -> int | None:

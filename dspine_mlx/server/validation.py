@@ -1,11 +1,14 @@
-"""Request bodies: what mlx_lm.server would trip over is refused before it gets there."""
+"""Request bodies: what mlx_lm.server or a chat template would trip over is refused here."""
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.server.fields import COLDEST, FIELDS, MESSAGES, is_text, wrong_field
+
+IMAGES = ("image_url", "input_image", "image")  # types of a content part
+DEPTH = 64  # of nested lists and objects
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -19,6 +22,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise InputError(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise InputError(f"the request body is a JSON {type(body).__name__}; it must be an object")
+    if deeper(body, DEPTH):
+        raise InputError(f"the request body is nested more than {DEPTH} levels deep")
     return body
 
 
@@ -29,119 +34,85 @@ def finite(text: str) -> float:
     return value
 
 
-def check_body(body: dict[str, Any], path: str) -> None:
-    """Types and ranges beyond mlx_lm's own checks; `InputError` names the first bad field."""
-    for name in NUMBERS:
-        if isinstance(body.get(name), bool):  # which Python takes for 0 and 1
-            raise InputError(f"{name} is {shown(body[name])}; it must be a number")
-        if isinstance(body.get(name), int) and abs(body[name]) > LARGEST:
-            raise InputError(f"{name} is {shown(body[name])}, which is out of range")
-    for name, check, wanted in CHECKS:
+def deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested more than so many levels deep."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(deeper(item, levels - 1) for item in inner)
+
+
+def checked(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """The body as mlx_lm.server takes it, without nulls; `FieldError` for the first bad field.
+
+    null is a field's default, except for draft_model, where it means none.
+    """
+    no_drafter = "draft_model" in body and body["draft_model"] is None
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, (check, wanted) in FIELDS.items():
         if name in body and not check(body[name]):
-            raise InputError(f"{name} is {shown(body[name])}; it must be {wanted}")
+            raise wrong_field(name, body[name], wanted)
     if path.endswith("/chat/completions"):
         check_messages(body.get("messages"))
-    elif not is_prompt(body.get("prompt")):
-        raise InputError(f"prompt is {shown(body.get('prompt'))}; it must be a non-empty string")
+    else:
+        body.pop("messages", None)
+        if not is_text(body.get("prompt")):
+            raise wrong_field("prompt", body.get("prompt"), "a non-empty string")
+    if body.get("temperature", 1) < COLDEST:
+        body["temperature"] = 0
+    for name in ("xtc_probability", "xtc_threshold"):  # mlx_lm takes no whole numbers here
+        if name in body:
+            body[name] = float(body[name])
+    if "stream_options" in body:
+        body["stream_options"] = {
+            "include_usage": bool(body["stream_options"].get("include_usage"))
+        }
+    return body | {"draft_model": None} if no_drafter else body
 
 
 def check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise InputError(f"messages is {shown(messages)}; it must be a non-empty list")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES:
+        raise wrong_field("messages", messages, f"a list of 1 to {MESSAGES} messages")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InputError(f"messages holds {shown(message)}; each needs a role and a content")
+            raise wrong_field("messages", message, "objects with a role and a content")
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         if not isinstance(content, str | list | None) or not all(map(is_part, parts)):
-            raise InputError(
-                f"a message's content is {shown(content)}; it must be a string or a list of parts"
+            raise wrong_field("messages", content, "of contents that are strings or lists of parts")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(map(is_call, calls))):
+            raise wrong_field(
+                "messages", calls, "of tool_calls with a function, its name, and JSON"
             )
 
 
 def is_part(part: Any) -> bool:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+    if not isinstance(part, dict):
         return False
-    return part["type"] != "text" or isinstance(part.get("text"), str)
+    if part.get("type") == "text":
+        return isinstance(part.get("text"), str)
+    return part.get("type") in IMAGES and image_url(part) is not None
 
 
-def is_prompt(prompt: Any) -> bool:
-    return isinstance(prompt, str) and bool(prompt)
+def image_url(part: dict[str, Any]) -> str | None:
+    """The URL of an image part; None of another part."""
+    if part["type"] not in IMAGES:
+        return None
+    url = part.get("image_url", part.get("image"))
+    url = url.get("url") if isinstance(url, dict) else url
+    return url if isinstance(url, str) else None
 
 
-def is_seed(seed: Any) -> bool:
-    return seed is None or (type(seed) is int and 0 <= seed < 1 << 64)
-
-
-def is_stop(stop: Any) -> bool:
-    words = [stop] if isinstance(stop, str) else stop
-    return words is None or (isinstance(words, list) and all(is_prompt(word) for word in words))
-
-
-def is_verify_length(length: Any) -> bool:
-    return length == "auto" or (type(length) is int and length >= 0)
-
-
-def is_stream_options(options: Any) -> bool:
-    return options is None or (
-        isinstance(options, dict) and isinstance(options.get("include_usage", False), bool)
-    )
-
-
-def is_tools(tools: Any) -> bool:
-    return tools is None or (
-        isinstance(tools, list)
-        and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
-    )
-
-
-def is_number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int | float) and low <= value <= high
-
-
-def is_object(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-LARGEST = 1 << 53  # the whole numbers that JSON's other readers keep exact
-NUMBERS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "num_draft_tokens",
-    "repetition_penalty",
-    "repetition_context_size",
-    "presence_penalty",
-    "presence_context_size",
-    "frequency_penalty",
-    "frequency_context_size",
-    "xtc_probability",
-    "xtc_threshold",
-    "top_logprobs",
-)
-
-# Field, check, and what would be right.
-CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("seed", is_seed, "null or a whole number from 0 up to 2**64"),
-    ("stop", is_stop, "a non-empty string or a list of them"),
-    ("verify_length", is_verify_length, "'auto' or a number of tokens from 0 up"),
-    ("stream_options", is_stream_options, "an object such as {'include_usage': true}"),
-    ("tools", is_tools, "a list of {'type': 'function', 'function': {...}}"),
-    ("xtc_threshold", is_number(0, 0.5), "between 0 and 0.5"),
-    (
-        "draft_model",
-        lambda v: v is None or isinstance(v, str),
-        "a drafter folder, a Hub id or null",
-    ),
-    ("chat_template_kwargs", is_object, "an object"),
-    ("role_mapping", is_object, "an object"),
-    ("n", lambda v: v in (None, 1), "1, the number of choices this server gives"),
-)
-
-
-def shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def is_call(call: Any) -> bool:
+    """A tool call of an earlier turn, whose arguments are an object or one in JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) or not arguments:
+        return isinstance(arguments, dict | str | None)
+    try:
+        return not deeper(json.loads(arguments, parse_constant=finite), DEPTH)
+    except (ValueError, RecursionError):
+        return False

@@ -9,9 +9,51 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, LRUPromptCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    LRUPromptCache,
+    RotatingKVCache,
+)
 
 from dspine_mlx.target.rollback import leaves
+
+# Caches that can't be taken back to any prefix.
+PARTLY_TRIMMED = (ArraysCache, ChunkedKVCache, RotatingKVCache)
+
+
+class SlidChunk(ChunkedKVCache):
+    """A stored chunked cache that has given up its first rows.
+
+    `ChunkedKVCache` says that it can be trimmed, and then gives back fewer rows than it is asked
+    for, or leaves too few for the tokens before. mlx-lm's prompt cache does not look at that.
+    """
+
+    def is_trimmable(self) -> bool:
+        return False
+
+
+def stored(cache: Any) -> Any:
+    """A cache as an entry keeps it: one that says truly whether it can be trimmed."""
+    if type(cache) is CacheList:
+        return CacheList(*map(stored, cache.caches))
+    if type(cache) is not ChunkedKVCache or cache.start_position == 0:
+        return cache
+    slid = SlidChunk(cache.chunk_size)
+    slid.state = copy.deepcopy(cache.state)
+    return slid
+
+
+def restored(cache: Any) -> Any:
+    """A copy of an entry's cache, as the model takes it."""
+    if type(cache) is CacheList:
+        return CacheList(*map(restored, cache.caches))
+    if type(cache) is not SlidChunk:
+        return cache
+    chunked = ChunkedKVCache(cache.chunk_size)
+    chunked.state = cache.state
+    return chunked
 
 
 class PromptCaches(LRUPromptCache):
@@ -35,10 +77,19 @@ class PromptCaches(LRUPromptCache):
     ) -> tuple[list[Any] | None, list[int]]:
         """The caches of the longest stored prefix, and the tokens after it: at least one."""
         cache, rest = super().fetch_nearest_cache(model, tokens)
-        if rest or not tokens:
-            return cache, rest
-        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-        return cache, [*rest, tokens[-1]]
+        if tokens and not rest:
+            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+            rest = [*rest, tokens[-1]]
+        if cache is not None:
+            cache[:] = map(restored, cache)
+        return cache, rest
+
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any
+    ) -> None:
+        entry = copy.copy(prompt_cache)
+        entry[:] = map(stored, prompt_cache)
+        super().insert_cache(model, tokens, entry, **options)
 
     def checkpoints(
         self, model: Any, tokens: list[int], rest: list[int], stops: Collection[int]
@@ -56,5 +107,5 @@ class PromptCaches(LRUPromptCache):
 
     def keep(self, model: Any, tokens: list[int], kind: str, cache: list[Any]) -> None:
         """A copy of the caches under these tokens, if they can't be trimmed from a longer entry."""
-        if any(type(c) in (ArraysCache, RotatingKVCache) for c in leaves(cache)):
+        if any(type(c) in PARTLY_TRIMMED for c in leaves(cache)):
             self.insert_cache(model, tokens, copy.deepcopy(cache), cache_type=kind)

@@ -81,6 +81,21 @@ def run(words: list[str]) -> list[Piece]:
     return pieces
 
 
+def in_order(pieces: list[Piece]) -> list[Piece]:
+    """A terminal passes on late what it gets: errors wait for the end of a line that has begun."""
+    ordered, waiting, inside = list[Piece](), list[Piece](), False
+    for piece in pieces:
+        if piece.error and inside:
+            waiting.append(piece)
+        else:
+            ordered.append(piece)
+        if not piece.error:
+            inside = not ESCAPES.sub("", piece.text).endswith("\n")
+            if not inside:
+                ordered, waiting = ordered + waiting, []
+    return ordered + waiting
+
+
 def read(file: int) -> bytes:
     try:
         return os.read(file, 1 << 16)
@@ -181,7 +196,7 @@ def main(picture: Annotated[Path, typer.Argument(help="SVG to write.")]) -> None
         raise InputError(f"{picture} exists; remove it or name a new file")
     words = ["dspine-mlx", "generate", "--show-accepted", "-p", PROMPT]
     program = str(Path(sys.executable).with_name(words[0]))
-    pieces = [piece for piece in run([program, *words[1:]]) if piece.text]
+    pieces = in_order([piece for piece in run([program, *words[1:]]) if piece.text])
     picture.write_text(draw(shlex.join(words), pieces), encoding="utf-8")
 
 

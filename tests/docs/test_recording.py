@@ -10,7 +10,7 @@ import pytest
 from dspine_mlx.cli.generate import apply_template
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
-from tests.bench.recording import AFTER, BEFORE, LASTS, PROMPT, Piece, draw, run
+from tests.bench.recording import AFTER, BEFORE, LASTS, PROMPT, Piece, draw, in_order, run
 from tests.support.documentation import ROOT
 
 GREEN = "#98e024"
@@ -69,6 +69,15 @@ def test_pieces_appear_as_they_came() -> None:
     assert at["two"] == (BEFORE + LASTS, None)
     assert at["summary"] == (BEFORE + LASTS + AFTER, None)
     assert f"slowed down {LASTS:.0f} times" in svg
+
+
+def test_errors_wait_for_the_end_of_a_line() -> None:
+    note, text = Piece(1.0, "note\n", True), Piece(2.0, "text", False)
+    errors = [Piece(3.0, "one\n", True), Piece(3.1, "two\n", True)]
+    end = Piece(3.2, "\x1b[32m5\r\n\x1b[0m", False)
+    assert in_order([note, text, *errors, end]) == [note, text, end, *errors]
+    assert in_order([text, end, *errors]) == [text, end, *errors]
+    assert in_order([text, *errors]) == [text, *errors]
 
 
 def test_a_command_runs_in_a_terminal() -> None:

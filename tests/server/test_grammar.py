@@ -157,6 +157,28 @@ def test_bad_formats_are_refused(response_format: Any, message: str) -> None:
         compile_format(response_format)
 
 
+def test_a_grammar_that_grows_too_large_ends_the_request(tokenizer: TokenizerWrapper) -> None:
+    """It is compiled in no time, and then has too many ways on."""
+    text = {"type": "string", "minLength": 100, "maxLength": 1000}
+    ways = [
+        {"type": "object", "properties": {f"p{i}_{j}": text for i in range(40)}} for j in range(50)
+    ]
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"anyOf": ways}}}
+    brace = tokens_of(tokenizer, "{")
+    constraint = constrained(tokenizer, wanted)
+    allowed(constraint, PROMPT)
+    with pytest.raises(InputError, match="response_format is too complex to follow: "):
+        allowed(constraint, PROMPT + brace)
+    with pytest.raises(InputError, match="response_format is too complex to follow: "):
+        constraint.permitted(mx.array(PROMPT + brace), brace)
+
+
+def test_a_long_schema_is_refused() -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 300_000]}}}
+    with pytest.raises(InputError, match="more than 262144 characters"):
+        compile_format(wanted)
+
+
 def test_text_needs_no_grammar() -> None:
     assert compile_format(None) is None
     assert compile_format({"type": "text"}) is None

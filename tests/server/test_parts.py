@@ -4,7 +4,6 @@ import json
 import pickle
 import socket
 from functools import partial
-from http.server import ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,8 @@ import dspine_mlx.server
 from dspine_mlx.errors import InputError
 from dspine_mlx.server.call import Call, Failed
 from dspine_mlx.server.compatibility import SEAMS, check_host
-from dspine_mlx.server.generator import check_prompt
+from dspine_mlx.server.connections import Connections, Server
+from dspine_mlx.server.decoding import check_prompt
 from dspine_mlx.server.handler import Handler
 from dspine_mlx.server.metrics import Histogram, Metrics
 from dspine_mlx.server.options import Options, parse
@@ -136,14 +136,15 @@ def test_a_body_that_does_not_arrive_gets_408() -> None:
         metrics=Metrics(),
         cli_args=SimpleNamespace(allowed_origins="*"),
     )
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, generator))
+    server = Server(("127.0.0.1", 0), partial(Handler, generator))
+    server.connections = Connections(8, 10)
     with server:
         Thread(target=server.handle_request, daemon=True).start()
         with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
             head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.split()[1] == b"408"
-    assert "in time" in json.loads(body)["error"]
+    assert "in time" in json.loads(body)["error"]["message"]
     assert 'dspine_requests_total{path="refused",status="408"} 1' in generator.metrics.text({})
 
 
@@ -167,7 +168,7 @@ def block(accepted: int) -> list[tuple[int, mx.array, bool]]:
 
 def test_a_call_is_counted_with_its_statistics() -> None:
     metrics, call = Metrics(), Call()
-    call.path, call.tokens = "speculative", 6
+    call.path, call.tokens = "speculative", [7] * 6
     call.statistics.record(4, block(accepted=3))
     call.statistics.record(4, block(accepted=1))
     call.statistics.plain = 3

@@ -1,0 +1,132 @@
+"""What a request's decoding takes: checks against the model, options, and account of its rounds."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server as host
+from mlx_lm.generate import GenerationResponse
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.server.call import Call, Reasoning
+from dspine_mlx.server.fields import FieldError
+from dspine_mlx.server.grammar import Constraint
+from dspine_mlx.server.provider import Provider
+
+
+@dataclass
+class Arguments(host.GenerationArguments):
+    """A request's arguments, and the call they belong to.
+
+    prepared: a tokenizer and what `_tokenize` gave with it, once the HTTP thread has done that.
+    """
+
+    call: Call
+    prepared: tuple[Any, tuple] | None = None
+
+
+def reasoning(inside: bool, asked: bool) -> Reasoning:
+    """A reply may open a reasoning block only where the client asked for one: a model that has the
+    tokens but was not made to reason would take them for a way around the grammar."""
+    if inside:
+        return "inside"
+    return "possible" if asked else "over"
+
+
+def check_prompt(prompt: list[int], args: Arguments, provider: Provider) -> None:
+    """What depends on the model; `InputError` for a request that it can't decode."""
+    if len(prompt) == 0:
+        raise InputError("the prompt is empty; give at least one token")
+    limit, vocabulary = provider.context_length, provider.vocab_size
+    if limit is not None and len(prompt) > limit:
+        raise InputError(f"the prompt has {len(prompt)} tokens; the model's context has {limit}")
+    if limit is not None and args.max_tokens > limit:
+        raise FieldError(
+            "max_tokens", f"max_tokens is {args.max_tokens}; the model's context has {limit} tokens"
+        )
+    if vocabulary is None:
+        return
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise InputError(f"the prompt has a token outside the model's {vocabulary}")
+    if any(token >= vocabulary for token in args.logits.logit_bias or {}):
+        raise FieldError("logit_bias", f"logit_bias names a token outside the model's {vocabulary}")
+    if args.sampling.top_k >= vocabulary:
+        raise FieldError(
+            "top_k", f"top_k is {args.sampling.top_k}; it must be below the model's {vocabulary}"
+        )
+
+
+def try_sampling(prompt: list[int], args: Arguments, tokenizer: Any, vocabulary: int) -> None:
+    """Runs the request's processors and sampler once, before they run among those of others."""
+    context = mx.array(prompt[-2:])
+    logits = mx.zeros((1, vocabulary))
+    try:
+        for processor in host._make_logits_processors(args):
+            logits = processor(context, logits)
+        mx.eval(host._make_sampler(args, tokenizer)(logits - mx.logsumexp(logits)))
+    except Exception as error:  # whatever it is, it is this request's own
+        raise InputError(f"this request can't be sampled: {error}") from error
+
+
+def checked(call: Call, options: dict[str, Any]) -> Callable[[int, int], None]:
+    """The prefill's progress callback, which also ends the prefill of a call that was given up."""
+    progress = options["prompt_progress_callback"]
+
+    def report(done: int, total: int) -> None:
+        call.check()
+        progress(done, total)
+        if done < total:
+            call.round_started = time.perf_counter()
+
+    return report
+
+
+def drafting(
+    options: dict[str, Any], args: Arguments, tokenizer: Any, grammar: Constraint | None
+) -> dict[str, Any]:
+    """The options of mlx_lm's stream_generate as dspine_mlx.stream_generate takes them.
+
+    With a seed the draws are those of seeded plain decoding, and drafts foresee them. Otherwise
+    drafts are sampled and verified by the ratio test, but for a grammar, which cuts them.
+    """
+    unknown = ("num_draft_tokens", "input_embeddings")
+    options = {name: value for name, value in options.items() if name not in unknown}
+    options["verify_length"] = args.call.verify_length
+    seeded = args.seed is not None
+    if args.sampling.temperature > 0 and (seeded or grammar is None):
+        special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+        options["sampler"] = Sampler(
+            args.sampling.temperature,
+            top_p=args.sampling.top_p,
+            top_k=args.sampling.top_k,
+            min_p=args.sampling.min_p,
+            xtc_probability=args.sampling.xtc_probability,
+            xtc_threshold=args.sampling.xtc_threshold,
+            xtc_special_tokens=special,
+            seeded=seeded,
+        )
+    if grammar is not None:
+        options["draft_filter"] = grammar.permitted
+    return options
+
+
+def observed(tokens: Iterator[GenerationResponse], call: Call) -> Iterator[GenerationResponse]:
+    """The tokens, until the call is given up; times its rounds and keeps its statistics.
+
+    An end after a token leaves the caches at the tokens so far, which then go to the prompt cache.
+    """
+    rounds = 0
+    for response in tokens:
+        if call.path == "speculative":
+            call.statistics = response.statistics
+            now = time.perf_counter()
+            if response.statistics.rounds > rounds:
+                call.round_seconds.append(now - call.round_started)
+                rounds = response.statistics.rounds
+            call.round_started = now
+        yield response
+        if call.failure is not None:
+            return

@@ -1,0 +1,58 @@
+"""What GET /health says."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+
+import dspine_mlx
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.server.generator import ResponseGenerator
+
+LONG_STEP = 10.0  # seconds
+
+
+def health(generator: ResponseGenerator) -> dict[str, Any]:
+    """status: ok; busy (loading, or in a long step); stalled (no step for --stall-seconds) or
+    unavailable (the generation thread has ended), which both come with HTTP's 503."""
+    provider = generator.model_provider
+    draft, drafter = next(iter(provider.drafters.items()), (None, None))
+    return {
+        "status": status(generator),
+        "seconds_since_step": round(generator.calls.heart.age, 1),
+        "loading": provider.loading,
+        "loaded": provider.model is not None,
+        "model": provider.model_key[0] if provider.model_key else None,
+        "draft_model": draft,
+        "drafter": type(drafter.network).__name__ if drafter is not None else None,
+        "verify_length": generator.options.verify_length,
+        "kernels": kernels(generator.options.kernels, drafter),
+        "requests": len(generator.calls),
+        "versions": {
+            "dspine_mlx": dspine_mlx.__version__,
+            "mlx_lm": mlx_lm.__version__,
+            "mlx": mx.__version__,
+        },
+    }
+
+
+def status(generator: ResponseGenerator) -> str:
+    if not generator.generation_available():
+        return "unavailable"
+    if generator.stalled:
+        return "stalled"
+    return "ok" if generator.calls.heart.age < LONG_STEP else "busy"
+
+
+def kernels(mode: str, drafter: Drafter | None) -> dict[str, Any]:
+    """Whether Metal kernels are on, why or why not, and what their checks said."""
+    checks = drafter.kernels.report()["checks"] if drafter is not None else []
+    if mode == "off":
+        why = "switched off by --kernels off"
+    elif not mx.metal.is_available():
+        why = "this machine has no Metal; plain MLX operations are used"
+    elif drafter is None:
+        why = "no drafter is loaded"
+    else:
+        return {"on": True, "why": "each kernel that passes its check runs", "checks": checks}
+    return {"on": False, "why": why, "checks": checks}

@@ -1,0 +1,68 @@
+"""Limits of time and size for the chat template and the tokenizer."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from dspine_mlx.errors import InputError
+
+TEMPLATE = "<template>"  # the file that Jinja's compiled templates say they are of
+SECONDS = 5.0
+
+
+@contextmanager
+def rendering(seconds: float = SECONDS) -> Iterator[None]:
+    """Around Jinja templates in this thread: `InputError` once they have run for so long.
+
+    Looks at the clock at each line of a template, so it ends loops, too.
+    """
+    end = time.monotonic() + seconds
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != TEMPLATE:
+            return None
+        if time.monotonic() > end:
+            raise InputError(f"the chat template takes more than {seconds:g} s on this request")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class BoundedTokenizer:
+    """A tokenizer for text of up to `most` characters; more tokens than that makes are no prompt.
+
+    Encoding a few megabytes takes half a minute, and the model's context tells before that they
+    are too many.
+    """
+
+    def __init__(self, tokenizer: Any, most: int | None):
+        self.tokenizer, self.most = tokenizer, most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if self.most is not None and len(text) > self.most:
+            raise InputError(
+                f"the prompt has {len(text)} characters; the model's context holds {self.most}"
+            )
+        return self.tokenizer.encode(text, **options)
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = True, **options: Any) -> Any:
+        with rendering():
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def most_characters(tokenizer: Any, context_length: int | None) -> int | None:
+    """Characters that the context may hold: as many as tokens that are all the longest one."""
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return None if context_length is None else context_length * longest

@@ -1,0 +1,182 @@
+"""One request is nobody else's end: batches that fail, threads that hang, templates that loop."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.server.prompts import rendering
+from tests.bench.server_load import text_of
+from tests.support.serving import ALL, Server, start, usage, wait_until_up
+
+pytestmark = pytest.mark.slow
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BATCHED: dict[str, Any] = {"draft_model": None, "prompt": "@long"}
+RAISES, HANGS = {"frequency_penalty": 0.125}, {"frequency_penalty": 0.25}
+
+
+@pytest.fixture
+def faulty(
+    scripted: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Server]:
+    monkeypatch.setenv("HANGS", str(tmp_path / "hangs"))
+    flags = ("--model", scripted[0], "--draft-model", scripted[1], "--stall-seconds", "1", *ALL)
+    server = wait_until_up(start("tests.support.faulty_server", tmp_path, *flags))
+    yield server
+    server.process.kill()
+    server.process.wait(20)
+
+
+def in_turn(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
+    """Replies to requests that are sent one after another, each before the last one's reply."""
+    replies: list[Any] = [None] * len(bodies)
+
+    def ask(i: int) -> None:
+        replies[i] = server.request(COMPLETIONS, bodies[i])
+
+    threads = [Thread(target=ask, args=(i,)) for i in range(len(bodies))]
+    for n, thread in enumerate(threads, 1):
+        thread.start()
+        while server.request("/health").body["requests"] < n and thread.is_alive():
+            pass
+    for thread in threads:
+        thread.join(60)
+    return replies
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": "@three@one@twos"}, {"logprobs": True}])
+def test_an_exception_in_a_batch_ends_its_own_request_only(
+    faulty: Server, more: dict[str, Any]
+) -> None:
+    long = BATCHED | {"max_tokens": 600} | more
+    bodies = [long, long | {"stream": True}, BATCHED | {"max_tokens": 50} | RAISES, long]
+    alone = [faulty.request(COMPLETIONS, body) for body in bodies[:2]]
+    replies = in_turn(faulty, bodies)
+    assert replies[2].status == 500
+    assert "the sixth token" in replies[2].body["error"]["message"]
+    for reply, expected in zip(
+        (replies[0], replies[1], replies[3]), (*alone, alone[0]), strict=True
+    ):
+        assert text_of(reply) == text_of(expected)
+    for i in (0, 3):
+        got, want = replies[i].body, alone[0].body
+        assert got["usage"]["completion_tokens"] == 600
+        assert got["choices"][0].get("logprobs") == want["choices"][0].get("logprobs")
+    assert "its requests go on one by one" in faulty.log.read_text()
+    assert usage(faulty, draft_model=None)["dspine"]["path"] == "batched"
+    assert usage(faulty)["completion_tokens"] == 12
+
+
+def test_a_batch_that_fails_within_a_character_loses_no_byte(faulty: Server) -> None:
+    text = "".join(chr(0x1F600 + i) for i in range(40))
+    body = {"prompt": text, "draft_model": None, "max_tokens": 60, "logit_bias": {"2": -100}}
+    (alone,) = in_turn(faulty, [body])
+    got, failing = in_turn(faulty, [body, BATCHED | {"max_tokens": 50} | RAISES])
+    assert failing.status == 500
+    assert text_of(got) == text_of(alone)
+
+
+def test_a_thread_that_hangs_is_seen_and_does_not_keep_the_process(
+    faulty: Server, tmp_path: Path
+) -> None:
+    hang = tmp_path / "hangs"
+    hang.touch()
+    asking = Thread(target=lambda: faulty.request(COMPLETIONS, BATCHED | {"max_tokens": 5} | HANGS))
+    asking.start()
+    health = until(faulty, "stalled")
+    assert (health.status, health.body["seconds_since_step"] >= 1) == (503, True)
+    hang.unlink()
+    asking.join(30)
+    assert until(faulty, "ok").status == 200
+    assert usage(faulty)["completion_tokens"] == 12
+    hang.touch()
+    Thread(target=quietly, args=(faulty, BATCHED | {"max_tokens": 5} | HANGS), daemon=True).start()
+    until(faulty, "stalled")
+    faulty.process.terminate()
+    assert faulty.process.wait(20) == 1
+    assert "does not end" in faulty.log.read_text()
+
+
+def until(server: Server, status: str) -> Any:
+    deadline = time.monotonic() + 30
+    while (reply := server.request("/health")).body["status"] != status:
+        assert time.monotonic() < deadline, reply
+    return reply
+
+
+def quietly(server: Server, body: dict[str, Any]) -> None:
+    with suppress(OSError):
+        server.request(COMPLETIONS, body)
+
+
+# ---- chat templates
+
+QUADRATIC = (
+    "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}"
+    "{% endfor %}{% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+)
+
+
+def test_a_template_that_takes_too_long_is_ended(scripted: tuple[str, str], tmp_path: Path) -> None:
+    """The model's own template, with a request that makes it slow, beside another client."""
+    target = tmp_path / "target"
+    shutil.copytree(scripted[0], target)
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    text = json.dumps(settings | {"chat_template": QUADRATIC})
+    (target / "tokenizer_config.json").write_text(text)
+    server = wait_until_up(start("dspine_mlx.server", tmp_path, "--model", str(target)))
+    try:
+        messages = [{"role": "user", "content": "@long"}]
+        replies: list[Any] = []
+        slow = Thread(
+            target=lambda: replies.append(server.request(CHAT, {"messages": messages * 2000}))
+        )
+        slow.start()
+        short = {"messages": messages, "max_tokens": 3}
+        asked = 0
+        while slow.is_alive():
+            assert server.request(CHAT, short).status == 200
+            asked += 1
+        assert asked > 1
+        assert replies[0].status == 400
+        assert "chat template takes more than" in replies[0].body["error"]["message"]
+    finally:
+        server.process.kill()
+        server.process.wait(20)
+
+
+def test_a_prompt_far_beyond_the_context_is_not_tokenized(server: Server) -> None:
+    for path, body in (
+        (COMPLETIONS, {"prompt": "x" * 3_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 3_000_000}]}),
+    ):
+        reply = server.request(path, body)
+        assert reply.status == 400
+        assert "characters; the model's context holds" in reply.body["error"]["message"]
+
+
+def test_a_time_limit_on_templates(tokenizer: Any) -> None:
+    def render(template: str) -> str:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], tokenize=False, chat_template=template
+        )
+
+    with rendering(0.05), pytest.raises(InputError, match="more than 0.05 s"):
+        render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    with rendering(0.05), pytest.raises(InputError, match="more than 0.05 s"):
+        render(
+            "{% macro f() %}{% for a in range(99999) %}{{ f() }}{% endfor %}{% endmacro %}"
+            * 2
+            + "{% for a in range(99999) %}{% set x = 'a' * 9 %}{% for b in range(999) %}"
+            "{{ x }}{% endfor %}{% endfor %}"
+        )
+    with rendering(30):
+        assert render("{{ messages[0]['content'] }}") == "hi"

@@ -1,0 +1,44 @@
+"""`python -m tests.support.faulty_server`: dspine_mlx.server whose requests can raise and hang.
+
+A request with frequency_penalty 0.125 has a logits processor that raises at its sixth token, and
+one with 0.25 a processor that never returns once the file that $HANGS names is there.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.server
+from mlx_lm.sample_utils import LogitsProcessor
+
+from dspine_mlx.server import main
+
+stock = mlx_lm.server._make_logits_processors
+
+
+def faulty(args: Any) -> list[LogitsProcessor]:
+    calls = 0
+
+    def raises(tokens: Any, logits: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise RuntimeError("the sixth token")
+        return logits
+
+    def hangs(tokens: Any, logits: Any) -> Any:
+        while Path(os.environ["HANGS"]).exists():
+            time.sleep(0.01)
+        return logits
+
+    more: list[LogitsProcessor] = {0.125: [raises], 0.25: [hangs]}.get(
+        args.logits.frequency_penalty, []
+    )
+    return [*stock(args), *more]
+
+
+if __name__ == "__main__":
+    mlx_lm.server._make_logits_processors = faulty
+    main(sys.argv[1:])

@@ -210,7 +210,8 @@ class Auto:
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
         seconds = self.costs.round(offered, depth)
         off = (this.drafting + this.verifying) / seconds
-        if this.chances and not this.copied and (not self.costs.seen["draft"] or not 1 / OFF < off < OFF):
+        unforeseen = not self.costs.seen["draft"] or not 1 / OFF < off < OFF
+        if this.chances and not this.copied and unforeseen:
             self.digest()
             seconds = self.costs.round(offered, depth)
         tokens = expected_tokens(this.chances[:offered]) if this.chances else 1 + accepted

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx import generate as generation
 from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.sampler import Sampler
@@ -33,6 +33,7 @@ from tests.support.tiny import (
     tiny_target,
 )
 
+generation = import_module("dspine_mlx.generate")  # the package's `generate` is its function
 model_of = cache(build)
 NEVER = 10_000  # tokens between two wrong ones
 
@@ -175,27 +176,40 @@ def free_rows(drafter: Any, lines: list[str]) -> Auto:
     return Auto(costs, uncalibrated(M), lines.append)
 
 
-def test_a_text_that_repeats_its_prompt_is_looked_up(
+def test_a_text_that_repeats_itself_is_looked_up(
     model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
-    """The drafter is wrong throughout. The prompt holds the text, so copies bring nearly all."""
-    start = random_prompt(12)
-    plain = [token for token, _ in plain_steps(model, tokenizer, start, max_tokens=60)]
-    lines: list[str] = []
-    drafter = scripted(model, start + plain, "wrong")
-    policy = free_rows(drafter, lines)
-    options: dict[str, Any] = {"max_tokens": 60, "verify_length": policy}
-    *_, last = dspine_mlx.stream_generate(model, tokenizer, start, drafter, **options)
-    found = last.statistics
-    looked = [line for line in lines if "looked up" in line]
-    assert len(looked) == found.lookups
-    plain_again = [
-        r.token
-        for r in dspine_mlx.stream_generate(
-            model, tokenizer, start, drafter, lookup=False, **options
+    """A bias makes the model go in circles, and the drafter is wrong throughout: nearly all rounds
+    after the first circle are copies."""
+    prompt = random_prompt(12)
+
+    def options(drafter: Any, lines: list[str]) -> dict[str, Any]:
+        processors = [circling]
+        policy = free_rows(drafter, lines)
+        return {"max_tokens": 80, "logits_processors": processors, "verify_length": policy}
+
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=80, logits_processors=[circling])
+    drafter = scripted(model, prompt + [token for token, _ in plain], "wrong")
+    done = {}
+    for lookup in (True, False):
+        lines: list[str] = []
+        responses = list(
+            dspine_mlx.stream_generate(
+                model, tokenizer, prompt, drafter, lookup=lookup, **options(drafter, lines)
+            )
         )
-    ]
-    assert plain_again == plain
+        assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+        done[lookup] = responses[-1].statistics
+        assert sum("looked up" in line for line in lines) == done[lookup].lookups
+    assert done[False].lookups == 0
+    assert done[False].accepted == 0
+    assert done[True].lookups >= done[True].rounds - 13  # the first circle, and 3 tokens to match
+    assert done[True].accepted >= 80 - 13 - done[True].lookups - done[True].plain
+
+
+def circling(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Ten tokens in a circle, by the number of tokens before."""
+    return logits.at[:, 100 + tokens.size % 10].add(100.0)
 
 
 def test_lookups_cease_where_nothing_repeats() -> None:

@@ -49,7 +49,7 @@ class Kernel:
     launch of the kernel whose body is NAME.metal; function is what `mx.fast.metal_kernel` made.
     limits(*args): why the kernel doesn't serve these arguments, or None. `strided` inputs are
     handed over with their strides, so that a broadcast costs no copy. Arguments are arrays,
-    `Lookup`s and floats.
+    `Lookup`s and floats. HEADER.metal holds the functions that the body calls.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Kernel:
         launcher: Callable[..., Arrays],
         limits: Callable[..., str | None],
         strided: bool = False,
+        header: str = "header",
     ):
         self.name, self.reference, self.launcher = name, reference, launcher
         self.limits = limits
@@ -69,7 +70,7 @@ class Kernel:
             "input_names": inputs,
             "output_names": outputs,
             "source": source(name),
-            "header": source("header"),
+            "header": source(header),
             "ensure_row_contiguous": not strided,
         }
         self.function: Callable[..., Arrays] = mx.fast.metal_kernel(**self.definition)

@@ -45,5 +45,5 @@ for (uint t = simdgroup_index_in_threadgroup; t < M; t += TG / 32) {
     float top = simd_max(x);
     float e = lane < K ? metal::exp((x - top) * scale) : 0.0f;
     float total = simd_sum(e);
-    if (lane < K) law[t * K + lane] = e / total;
+    if (lane < K) probs[t * K + lane] = e / total;
 }

@@ -20,11 +20,11 @@ def walk(
 
     first: [K]; transitions: [M-1, K, K]; noise: [M, K], all float32. Zero noise: the greedy path;
     noise = standard Gumbel / scale: a sample, slot by slot, of softmax(scale * row). Returns the
-    path [M], candidate indices, and the float32 law softmax(scale * T_t[path[t-1]]) of each row
+    path [M], candidate indices, and the float32 probs softmax(scale * T_t[path[t-1]]) of each row
     that was met [M, K].
     """
-    path, law = kernels.run(WALK, first, transitions, noise, scale)
-    return path, law
+    path, probs = kernels.run(WALK, first, transitions, noise, scale)
+    return path, probs
 
 
 def walk_reference(first: mx.array, transitions: mx.array, noise: mx.array, scale: float) -> Arrays:
@@ -76,7 +76,7 @@ def walk_limits(
 WALK = Kernel(
     "walk",
     ["first", "transitions", "noise", "scale"],
-    ["path", "law"],
+    ["path", "probs"],
     walk_reference,
     launch_walk,
     walk_limits,

@@ -202,6 +202,8 @@ def hub_cache() -> Finding:
         cache = scan_cache_dir()
     except CacheNotFound:
         return Finding("Hub cache", OK, "empty")
+    except RuntimeError as error:  # a user without a home
+        return Finding("Hub cache", NOTE, str(error), "set HF_HOME to keep downloads")
     drafters = [
         repo.repo_id
         for repo in cache.repos
@@ -219,5 +221,5 @@ def hub_cache() -> Finding:
 
 def is_drafter(folder: Path) -> bool:
     config = folder / "config.json"
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
     return any(key in text for key in ("target_layer_ids", "aux_hidden_state_layer_ids"))

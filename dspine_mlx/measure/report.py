@@ -156,10 +156,11 @@ def as_text(facts: Mapping[str, Any]) -> str:
 
 
 def bench_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| way | tokens/s | speed-up | tokens a round | same text |"
+    yield "| way | tokens/s | speed-up | tokens per round | same text |"
     yield "| --- | --- | --- | --- | --- |"
     for row in rows:
+        speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
         yield (
-            f"| {row['way']} | {row['tokens_per_second']:.1f} | {row['speedup'] or 0:.2f} "
+            f"| {row['way']} | {row['tokens_per_second']:.1f} | {speedup} "
             f"| {row['acceptance_length']:.2f} | {row['identical']}/{row['texts']} |"
         )

@@ -1,16 +1,19 @@
 """What generation asks of a policy and tells it, and the simplest one: a fixed length."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
+from dspine_mlx.arguments import INT32
+from dspine_mlx.errors import InputError
 from dspine_mlx.round.lookup import CopyChances
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
 
+@runtime_checkable
 class Policy(Protocol):
     """What generation asks, and tells."""
 
@@ -87,3 +90,15 @@ class Fixed:
 
     def verdict(self, depth: int) -> str:
         return ""
+
+
+def check_verify_length(value: Any) -> None:
+    """`InputError` unless it is "auto", an int from 0 on, or a policy."""
+    if isinstance(value, str) and value == "auto":
+        return
+    if isinstance(value, Policy) and not isinstance(value, type):
+        return
+    if type(value) is not int or not 0 <= value <= INT32:
+        raise InputError(
+            f"verify_length is {value!r}; it must be 'auto', a policy, or an int from 0 on"
+        )

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import (
     make_sampler,
 )
 
-from dspine_mlx.errors import InputError
+from dspine_mlx.arguments import check_real, check_temperature, check_whole
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,16 @@ class Sampler:
     seeded: bool = False  # draw the very tokens that plain decoding draws with the same seed
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temp < float("inf"):
-            raise InputError(f"temperature is {self.temp}; it must be 0 (greedy) or above")
-        for name in ("top_p", "min_p", "xtc_probability"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        if self.min_tokens_to_keep < 1:
-            raise InputError(
-                f"min_tokens_to_keep is {self.min_tokens_to_keep}; it must be at least 1"
-            )
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; it must be 0 (off) or above")
-        if not 0 <= self.xtc_threshold <= 0.5:
-            raise InputError(f"xtc_threshold is {self.xtc_threshold}; it must lie in [0, 0.5]")
+        check_temperature(self.temp)
+        for name, value in (
+            ("top_p", self.top_p),
+            ("min_p", self.min_p),
+            ("xtc_probability", self.xtc_probability),
+        ):
+            check_real(name, value, 0, 1)
+        check_whole("min_tokens_to_keep", self.min_tokens_to_keep, 1)
+        check_whole("top_k", self.top_k, 0)
+        check_real("xtc_threshold", self.xtc_threshold, 0, 0.5)
 
     @cached_property
     def function(self) -> SamplerFunction:

@@ -139,7 +139,8 @@ class Text:
 
     def width_limit(self) -> float:
         """Rows that the next forward may feed, its anchor included."""
-        return self.kv.width_limit(self.cache, self.position)
+        limit = self.drafter.target.verify_kernels.width_limit
+        return min(self.kv.width_limit(self.cache, self.position), limit)
 
     def permitted(self, anchor: mx.array, draft: Draft, length: int) -> int:
         """How many of the draft's first `length` tokens the user's filter lets through."""
@@ -151,7 +152,8 @@ class Text:
     def verify(self, anchor: mx.array, drafted: mx.array) -> TargetLogits:
         """One target forward over the anchor [1] and drafted tokens [l]: l + 1 rows of logits."""
         fed = mx.concatenate([anchor, drafted.astype(anchor.dtype)])
-        with self.rollback.verifying(fed):
+        kernels = self.drafter.target.verify_kernels
+        with self.rollback.verifying(fed), kernels.verifying(fed.size):
             logits = TargetLogits(self.processed(self.feed(fed, eager_taps=True)))
         self.fed_pending()
         return logits

@@ -78,8 +78,6 @@ class ResponseGenerator(host.ResponseGenerator):
             self.prepare(request, args)
             self.calls.add(args.call)
             return super().generate(request, args, progress)
-        except OSError:  # the client's connection
-            raise
         except Exception as error:  # whatever the generation thread put on the queue
             raise args.call.fail(failed(error)) from error
 

@@ -3,6 +3,7 @@
 import hmac
 import io
 import json
+import logging
 import time
 from contextlib import suppress
 from typing import Any
@@ -67,6 +68,11 @@ class Handler(host.APIHandler):
         except (InputError, Failed) as error:
             self.refuse(failed(error))
             self.discard_body()
+        except OSError:
+            raise
+        except Exception as error:  # ours, not the client's: it is told, rather than cut off
+            logging.exception("a request failed")
+            self.fail_late(Failed(500, f"{type(error).__name__}: {error}"))
 
     def parse_request(self) -> bool:
         """The head is there, or can't be read; the body may take `idle_timeout` more."""

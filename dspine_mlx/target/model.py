@@ -1,9 +1,10 @@
 """The target: an mlx-lm model whose layer outputs can be read, with its embedding and head."""
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,12 +18,32 @@ BODIES = (("model",), ("language_model", "model"), ("backbone",))
 EMBEDDINGS = ("embed_tokens", "embeddings")
 
 
+class VerifyKernels(Protocol):
+    """What multiplies and attends in a verify forward; width_limit: the rows it may have."""
+
+    @property
+    def width_limit(self) -> float: ...
+
+    def verifying(self, rows: int) -> AbstractContextManager[None]:
+        """Around one forward over so many rows, of one text or of several."""
+
+
+class StockKernels:
+    """MLX's own, for any number of rows."""
+
+    width_limit = math.inf
+
+    def verifying(self, rows: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Target:
     """An mlx-lm model as drafters see it.
 
     layers: its decoder layers. embed(ids) -> [..., d]: the raw embedding, without any scale of the
     model's own. head(states) -> [..., V]: the raw LM head, without soft-capping. hidden_size d,
     vocab_size V and dtype (of activations) are read off the embedding. The model is not changed.
+    verify_kernels: what runs in forwards that verify, and in no other.
     """
 
     def __init__(self, model: nn.Module):
@@ -35,6 +56,7 @@ class Target:
         self.lm_head: nn.Module = self.embed if self.tied else owner["lm_head"]
         self.vocab_size, self.hidden_size = weight_shape(self.embed)
         self.dtype = self.embed(mx.array([0])).dtype
+        self.verify_kernels: VerifyKernels = StockKernels()
         self._tapped = Tapped()
         self._recording = {cls: recording(cls, self._tapped) for cls in set(map(type, self.layers))}
 

@@ -175,15 +175,7 @@ class Recorder:
         recorders = {
             n: self.recurrence(names[n], rows) for n, rows in RECURRENCES.items() if n in names
         }
-        bound = FunctionType(
-            method.__code__,
-            names | recorders,
-            method.__name__,
-            method.__defaults__,
-            method.__closure__,
-        )
-        bound.__kwdefaults__ = method.__kwdefaults__
-        return bound
+        return rebound(method, recorders)
 
     def recurrence(
         self, function: Callable[..., Any], per_token: tuple[str, ...]
@@ -218,6 +210,19 @@ def fits(inputs: mx.array, state: mx.array | None, rows: int) -> bool:
         return False
     width = state.shape[1]
     return inputs.shape == (state.shape[0], width + rows, state.shape[2])
+
+
+def rebound(method: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """A method's code with other objects under some of its module's names."""
+    bound = FunctionType(
+        method.__code__,
+        method.__globals__ | names,
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
+    )
+    bound.__kwdefaults__ = method.__kwdefaults__
+    return bound
 
 
 def is_module(value: Any) -> bool:

@@ -15,8 +15,8 @@ class Budget:
     Drafting starts with a credit of START. Rounds pay in what they save and take out what they
     lose: their tokens less their seconds in plain tokens. When the balance no longer covers another
     round like the last one, drafting stops. A draft that is only watched books half of what its
-    round would have won; one plain token's worth starts drafting again, and so does a new text, with
-    a credit that is a quarter of the last one until drafting has earned START again.
+    round would have won. One plain token's worth starts drafting again, and so does a new text,
+    with a quarter of the last credit until drafting has earned START again.
     """
 
     balance: float = START

@@ -31,8 +31,9 @@ class Chances:
     def __init__(self, calibration: Calibration):
         self.calibration = calibration
         self.prior = 4.0 if calibration.rounds else 1.0  # information that the start is worth
-        self.shift, self.slot_shift = 0.0, [0.0] * len(calibration.biases)
-        self.forget_half()
+        slots = len(calibration.biases)
+        self.shift, self.slot_shift = 0.0, [0.0] * slots
+        self.information, self.slot_information = self.prior, [SLOT_PRIOR] * slots
 
     def of(self, log_odds: Sequence[float]) -> list[float]:
         """Of each slot, given that the ones before it are accepted."""

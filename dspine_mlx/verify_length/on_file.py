@@ -66,8 +66,7 @@ def calibrations_on_file() -> Iterator[CalibrationsOnFile]:
 
 
 def files(kind: str) -> list[Path]:
-    folder = store.cache_folder()
-    return sorted(folder.glob(f"{kind}-*.json")) if folder else []
+    return sorted(store.cache_folder().glob(f"{kind}-*.json"))
 
 
 def days_old(path: Path) -> float:

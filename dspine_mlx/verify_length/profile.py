@@ -73,7 +73,8 @@ class StepTimer:
     def verify(self, width: int) -> None:
         """A verify forward and the way back to half of it, which recurrent layers replay."""
         self.rollback.checkpoint()
-        with self.rollback.verifying(mx.zeros((width,), mx.uint32)):
+        kernels = self.target.verify_kernels
+        with self.rollback.verifying(mx.zeros((width,), mx.uint32)), kernels.verifying(width):
             predicted = self.forward(width, eager_taps=True)
         mx.eval(predicted, self.features)
         self.rollback.accept((width + 1) // 2)

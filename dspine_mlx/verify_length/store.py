@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from dspine_mlx.cache_folder import cache_folder
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.costs import Curve
@@ -30,18 +30,10 @@ SHIPPED = "calibration.json"  # in a drafter's folder
 UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, OSError)  # of JSON that isn't ours
 
 
-def cache_folder() -> Path | None:
-    """Where files are kept; None for a user without a home folder."""
-    try:
-        return Path.home() / ".cache" / "dspine-mlx"
-    except RuntimeError:
-        return None
-
-
 def read_costs(drafter: Drafter) -> tuple[Curve | None, dict[str, Budget]]:
     """The pair's curve, and the budget of each serving mode when the last text ended."""
     path = costs_path(drafter)
-    if path is None or not path.is_file():
+    if not path.is_file():
         return None, {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -59,22 +51,17 @@ def read_costs(drafter: Drafter) -> tuple[Curve | None, dict[str, Budget]]:
 
 
 def write_costs(drafter: Drafter, curve: Curve, budgets: Mapping[str, Budget]) -> None:
-    path = costs_path(drafter)
-    if path is not None:
-        data = {"key": pair_key(drafter), "pair": describe(drafter), "curve": asdict(curve)}
-        write_json(path, data | {"budgets": {mode: asdict(b) for mode, b in budgets.items()}})
+    data = {"key": pair_key(drafter), "pair": describe(drafter), "curve": asdict(curve)}
+    data["budgets"] = {mode: asdict(budget) for mode, budget in budgets.items()}
+    write_json(costs_path(drafter), data)
 
 
-def costs_path(drafter: Drafter) -> Path | None:
-    folder = cache_folder()
-    return folder and folder / f"costs-{digest(pair_key(drafter))}.json"
+def costs_path(drafter: Drafter) -> Path:
+    return cache_folder() / f"costs-{digest(pair_key(drafter))}.json"
 
 
 def calibration_path(drafter: Drafter) -> Path:
-    folder = cache_folder()
-    if folder is None:
-        raise InputError("there is no home folder to keep the calibration in; give --output")
-    return folder / f"calibration-{digest(calibration_key(drafter))}.json"
+    return cache_folder() / f"calibration-{digest(calibration_key(drafter))}.json"
 
 
 def save_calibrations(path: Path, drafter: Drafter, modes: dict[str, Calibration]) -> None:
@@ -89,9 +76,8 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
     path: else the one made on this machine, else the one in the drafter's folder.
     """
     if path is None:
-        own = [calibration_path(drafter)] if cache_folder() else []
         shipped = [drafter.folder / SHIPPED] if drafter.folder else []
-        path = next((p for p in own + shipped if p.is_file()), None)
+        path = next((p for p in (calibration_path(drafter), *shipped) if p.is_file()), None)
     if path is None:
         return {}
     try:

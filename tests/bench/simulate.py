@@ -5,10 +5,10 @@
 
 A trace holds, for every position of a text, the evidence of the block drafted there and how many of
 its tokens the text has. Greedy text does not depend on the lengths, so replaying it is exact;
-made-up sampled traces have evidence of the drawn tokens and of the greedy path. The policy is the real one,
-on a clock of its own that each step moves by the curve. curves.json has published costs of Apple
-chips (relative costs of rows, scaled to a step; attention's share of each row grows with the
-context). Nothing in it was measured here but the last entry.
+made-up sampled traces have evidence of the drawn tokens and of the greedy path. The policy is the
+real one, on a clock of its own that each step moves by the curve. curves.json has published costs
+of Apple chips (relative costs of rows, scaled to a step; attention's share of each row grows with
+the context). Nothing in it was measured here but the last entry.
 """
 
 import argparse

@@ -128,7 +128,7 @@ def test_a_report_of_the_shipped_pair_with_its_speed(
     assert ways["plain"]["identical"] == 2
     assert set(found["bench"]["split"]["phases"]) >= {"draft", "verify"}
     speed = ways["auto"]["tokens_per_second"]
-    assert f"| auto | {speed:.1f} | {ways['auto']['speedup']:.2f} |" in head
+    assert f"| auto | {speed:.1f} | - |" in head  # 8 tokens are too few for a ratio
     assert {f["name"] for f in found["findings"]} >= {"mlx", "shipped pair", "costs"}
     model, _ = mlx_lm.load(str(DEMO / "target"))
     prompt = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""The selection walk's kernel: the very path of the plain walk, ties included, and its law."""
+"""The selection walk's kernel: the plain walk's very path, ties included, and its probs."""
 
 import mlx.core as mx
 import numpy as np
@@ -47,12 +47,12 @@ def test_the_path_is_the_serial_one(
     if ties:
         first, transitions = mx.round(first), mx.round(transitions)
     noise = mx.random.gumbel((M, K)) if sampled else mx.zeros((M, K))
-    path, law = launch(WALK, first, transitions, noise, scale)
+    path, probs = launch(WALK, first, transitions, noise, scale)
     wanted = serial(*(np.array(x) for x in (first, transitions, noise)))
     assert path.tolist() == wanted
     assert path.tolist() == walk(first, transitions, noise, scale)[0].tolist()
     exact = exact_law(wide(first), wide(transitions), wanted, scale)
-    np.testing.assert_allclose(wide(law), exact, atol=1e-6)
+    np.testing.assert_allclose(wide(probs), exact, atol=1e-6)
 
 
 @needs_device
@@ -67,9 +67,9 @@ def test_the_first_maximum_wins() -> None:
             mx.full((3, 3), -mx.inf).at[:, 2].maximum(0.0),
         ]
     )
-    path, law = launch(WALK, first, transitions, mx.zeros((5, 3)), 1.0)
+    path, probs = launch(WALK, first, transitions, mx.zeros((5, 3)), 1.0)
     assert path.tolist() == [1, 0, 1, 1, 2]
-    assert law[4].tolist() == [0.0, 0.0, 1.0]
+    assert probs[4].tolist() == [0.0, 0.0, 1.0]
 
 
 @needs_device
@@ -90,7 +90,7 @@ def test_paths_follow_the_law_of_the_rows(temperature: float) -> None:
     M, table, scale = 31, normal((3, 3)), 1 / temperature
     transitions, counts = mx.broadcast_to(table, (M - 1, 3, 3)), np.zeros((3, 3))
     for noise in mx.random.gumbel((400, M, 3)) * temperature:
-        path, law = launch(WALK, table[0], transitions, noise, scale, check=False)
+        path, probs = launch(WALK, table[0], transitions, noise, scale, check=False)
         np.add.at(counts, (path.tolist()[:-1], path.tolist()[1:]), 1)
 
     def p_value(scale: float) -> float:

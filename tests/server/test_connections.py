@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspine_mlx.server.connections import Connections
@@ -34,6 +34,7 @@ class Socket:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["new", "arrive", "close"]))))
+@settings(deadline=None)
 def test_whatever_comes_there_are_never_more_and_requests_stay(events: list[Any]) -> None:
     connections = Connections(6, 60)
     waiting: list[Any] = []

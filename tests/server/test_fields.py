@@ -90,6 +90,7 @@ def test_what_passes_can_be_sampled_with(fields: dict[str, Any], dtype: mx.Dtype
     st.sampled_from([n for n in SAMPLING if n != "logit_bias"]),
     st.sampled_from(["1", True, [], {}, "nan", "inf", 1e308, -1e308, 2**40 + 0.5]),
 )
+@settings(deadline=None)
 def test_other_types_and_sizes_are_named(name: str, value: Any) -> None:
     with pytest.raises(FieldError, match=f"^{name} is .*; it must be ") as refused:
         checked({"prompt": "a", name: value}, "/v1/completions")
@@ -97,6 +98,7 @@ def test_other_types_and_sizes_are_named(name: str, value: Any) -> None:
 
 
 @given(st.dictionaries(st.text(max_size=4), st.none() | st.booleans() | st.text() | NUMBERS))
+@settings(deadline=None)
 def test_logit_bias_names_tokens_and_numbers(bias: dict[str, Any]) -> None:
     fine = all(
         key.isascii() and key.isdigit() and type(value) in (int, float) and abs(value) <= 100
@@ -117,6 +119,7 @@ OPTIONS += ["add_generation_prompt", "continue_final_message", "tools", "message
         max_size=3,
     )
 )
+@settings(deadline=None)
 def test_only_plain_values_by_known_names_reach_templates(options: dict[str, Any]) -> None:
     plain = all(
         name in TEMPLATE_OPTIONS and (isinstance(value, bool | str) or abs_fits(value))
@@ -146,6 +149,7 @@ def test_tool_calls_of_earlier_turns(calls: Any) -> None:
 
 
 @given(st.sampled_from([name for name in FIELDS if name != "draft_model"]))
+@settings(deadline=None)
 def test_null_is_the_default(name: str) -> None:
     assert checked({"prompt": "a", name: None}, "/v1/completions") == {"prompt": "a"}
 
@@ -162,6 +166,7 @@ def test_a_very_low_temperature_is_greedy() -> None:
 
 
 @given(st.floats())
+@settings(deadline=None)
 def test_logprobs_can_be_said_in_json(value: float) -> None:
     said = sayable(value)
     assert said >= LEAST_LOGPROB

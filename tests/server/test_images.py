@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspine_mlx.server import images
@@ -79,6 +79,7 @@ def test_a_text_model_fetches_nothing(server: Server, inside: str, kind: str) ->
 
 
 @given(st.sampled_from([3, None, [], {}, {"url": 3}, {"url": None}, [{"url": "x"}]]))
+@settings(deadline=None)
 def test_images_without_a_url_are_refused(server: Server, url: Any) -> None:
     assert server.request(CHAT, {"messages": asking(url)}).status == 400
 
@@ -101,6 +102,7 @@ def test_private_addresses_are_not_asked(inside: str) -> None:
     | st.ip_addresses(network="100.64.0.0/10")
     | st.ip_addresses(network="0.0.0.0/8")
 )
+@settings(deadline=None)
 def test_no_way_to_a_private_address_is_public(address: ipaddress.IPv4Address) -> None:
     number = int(address)
     mapped = ipaddress.IPv6Address((0xFFFF << 32) | number)

@@ -130,7 +130,8 @@ def test_an_exact_hit_on_caches_that_can_not_be_trimmed() -> None:
 # ---- the rest
 
 
-def test_a_body_that_does_not_arrive_gets_408() -> None:
+def answer_of(content: bytes) -> tuple[bytes, Any, str]:
+    """Status and error of a handler without a generation thread, and the metrics then."""
     generator: Any = SimpleNamespace(
         options=Options(idle_timeout=0.05),
         metrics=Metrics(),
@@ -141,11 +142,27 @@ def test_a_body_that_does_not_arrive_gets_408() -> None:
     with server:
         Thread(target=server.handle_request, daemon=True).start()
         with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+            connection.sendall(content)
             head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
-    assert head.split()[1] == b"408"
-    assert "in time" in json.loads(body)["error"]["message"]
-    assert 'dspine_requests_total{path="refused",status="408"} 1' in generator.metrics.text({})
+    return head.split()[1], json.loads(body)["error"], generator.metrics.text({})
+
+
+def test_a_body_that_does_not_arrive_gets_408() -> None:
+    status, error, metrics = answer_of(
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n"
+    )
+    assert status == b"408"
+    assert "in time" in error["message"]
+    assert 'dspine_requests_total{path="refused",status="408"} 1' in metrics
+
+
+def test_a_mistake_of_ours_is_said() -> None:
+    image = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
+    body = json.dumps({"messages": [{"role": "user", "content": [image]}]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    status, error, _ = answer_of((head + body).encode())
+    assert (status, error["type"]) == (b"500", "server_error")
+    assert error["message"].startswith("AttributeError: ")
 
 
 def test_histograms_are_cumulative() -> None:

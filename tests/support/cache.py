@@ -6,6 +6,4 @@ from dspine_mlx.verify_length import store
 
 
 def cache_folder() -> Path:
-    folder = store.cache_folder()
-    assert folder is not None
-    return folder
+    return store.cache_folder()

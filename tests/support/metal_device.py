@@ -30,6 +30,9 @@ needs_emulator = pytest.mark.skipif(
     METAL or unavailable() is not None, reason=unavailable() or "Metal runs the kernels here"
 )
 
+needs_metal = pytest.mark.skipif(not METAL, reason="no Metal")
+without_metal = pytest.mark.skipif(METAL, reason="asks what happens without Metal")
+
 
 @functools.cache
 def emulator(kernel: Kernel) -> Emulator:

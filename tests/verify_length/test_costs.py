@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length import profile, store
 from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.profile import StepTimer, guess
@@ -246,13 +245,3 @@ def test_costs_on_file_that_contradict_themselves_are_measured_again(
     path.write_text(json.dumps(data))
     assert prepare(drafter).costs.curve == good
     assert "a plain token took 10 times a forward over one row" in caplog.text
-
-
-def test_without_a_home_folder_nothing_is_kept(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "cache_folder", lambda: None)
-    drafter = tiny_dflash(model)
-    assert prepare(drafter).costs.curve.measured
-    with pytest.raises(InputError, match="no home folder"):
-        store.calibration_path(drafter)

@@ -1,0 +1,137 @@
+"""Whether a target gives a row the same bits, alone and among others: asked of the whole model.
+
+No proof by parts: attention, norms, recurrences and caches take part, as they do in a round.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
+
+from dspine_mlx.target.model import Target
+from dspine_mlx.target.rollback import Rollback, leaves
+
+DEPTHS = (64, 2048)  # context positions
+TEXTS = 2
+FOLLOWING = 2  # rows that are fed after a rollback, to read what it left
+CHUNK = 512  # rows of prefill
+COMPARED = (KVCache, QuantizedKVCache, ArraysCache)  # a window has its rows in another order
+
+Verifying = Callable[[int], AbstractContextManager[None]]
+
+
+def as_it_is(rows: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def unequal_widths(
+    target: Target,
+    widths: Iterable[int],
+    verifying: Verifying = as_it_is,
+    depths: Collection[int] | None = None,
+) -> dict[int, str]:
+    """The widths at which a verify forward differs from as many forwards over one row, and where.
+
+    widths: rows of a verify forward, at least 2. verifying: the context of a verify forward over
+    so many rows, as `RowKernels.verifying`. Compared bit for bit, after contexts of `depths`
+    positions, on two texts of random tokens: all rows' logits, the caches, and the logits of two
+    rows more after half of the rows were taken back.
+    """
+    asked = sorted(set(widths))
+    found: dict[int, str] = {}
+    for depth in sorted(depths or DEPTHS):
+        for text in range(TEXTS):
+            key = mx.random.key(1000 * depth + text)
+            tokens = mx.random.randint(
+                0, target.vocab_size, (depth + asked[-1] + FOLLOWING,), key=key
+            )
+            cache = prefilled(target, tokens[:depth])
+            compared = Compared(target, cache, tokens[depth:], verifying)
+            for width in asked:
+                if width not in found:
+                    different = compared.at(width)
+                    if different:
+                        found[width] = f"{different} differ after {depth} positions"
+    return found
+
+
+def prefilled(target: Target, tokens: mx.array) -> list[Any]:
+    cache: list[Any] = make_prompt_cache(target.model)
+    for chunk in range(0, tokens.size, CHUNK):
+        target.model(tokens[None, chunk : chunk + CHUNK], cache=cache)
+        mx.eval([c.state for c in cache])
+    return cache
+
+
+class Compared:
+    """One text past one context, fed row by row as far as it is asked for."""
+
+    def __init__(
+        self, target: Target, cache: list[Any], tokens: mx.array, verifying: Verifying
+    ) -> None:
+        self.target, self.cache, self.tokens = target, cache, tokens
+        self.verifying = verifying
+        self.apart = deepcopy(cache)
+        self.rows: list[mx.array] = []  # logits [V] of each row that was fed alone
+
+    def feed(self, rows: int) -> None:
+        """As plain decoding does, until so many rows are fed."""
+        while len(self.rows) < rows:
+            self.rows.append(one_row(self.target, self.tokens[len(self.rows)], self.apart))
+            mx.eval(self.rows[-1], [c.state for c in self.apart])
+
+    def at(self, width: int) -> str:
+        """What differs at this many rows, or ""; widths must not fall."""
+        self.feed(width)
+        cache = deepcopy(self.cache)
+        rollback, drafted = Rollback(cache, self.target.model), self.tokens[:width]
+        rollback.checkpoint()
+        with rollback.verifying(drafted), self.verifying(width):
+            logits = self.target.model(drafted[None], cache=cache)[0]
+        if not mx.array_equal(logits, mx.stack(self.rows[:width])):
+            return "logits"
+        if not same_states(cache, self.apart):
+            return "caches"
+        kept = (width + 1) // 2
+        rollback.accept(kept)
+        for row in range(kept, min(kept + FOLLOWING, width)):
+            if not mx.array_equal(one_row(self.target, self.tokens[row], cache), self.rows[row]):
+                return "logits after a rollback"
+        return ""
+
+
+def one_row(target: Target, token: mx.array, cache: list[Any]) -> mx.array:
+    logits: mx.array = target.model(token.reshape(1, 1), cache=cache)[0, -1]
+    return logits
+
+
+def same_states(a: list[Any], b: list[Any]) -> bool:
+    """Of the caches whose rows lie in the same places however they came."""
+    pairs = [
+        (x, y)
+        for one, other in zip(leaves(a), leaves(b), strict=True)
+        if type(one) in COMPARED
+        for (_, x), (_, y) in zip(tree_flatten(one.state), tree_flatten(other.state), strict=True)
+    ]
+    return all(x is y or mx.array_equal(x, y) for x, y in pairs)  # None where a slot is empty
+
+
+def differing_widths(target: Target, widths: Iterable[int]) -> frozenset[int]:
+    """The widths at which an optimised BLAS gives a row of the target other bits than alone. The
+    context is shorter than any window."""
+    return (
+        frozenset(unequal_widths(target, widths, depths=(16,))) if blas_differs() else frozenset()
+    )
+
+
+def blas_differs() -> bool:
+    """Whether a product of several rows has other bits than its rows alone. The BLAS of MLX's wheel
+    does not look at the rows beside a row, whatever else a model does with several."""
+    key = mx.random.key(0)
+    x, weight = mx.random.normal((16, 300), key=key), mx.random.normal((77, 300), key=key)
+    alone = mx.concatenate([row @ weight.T for row in x.split(16)])
+    return not mx.array_equal(x @ weight.T, alone).item()

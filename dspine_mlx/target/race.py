@@ -1,0 +1,276 @@
+"""Which product multiplies how many rows: settled by a race on the user's machine.
+
+Right before fast: a candidate whose values are off, or vary from call to call, is out, whatever
+its time. One that the driver refuses is out, too. What is not raced is MLX's.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+from dspine_mlx.errors import InputError
+from dspine_mlx.metal.rows import Matrix, multiply, tile_cuts
+from dspine_mlx.metal.rows_exact import CUTS, Exact, Form, apart, exact_limits, forms
+from dspine_mlx.target.products import APART, STOCK, UNPACKED, Product, name
+
+MODES = ("auto", "exact", "off")
+GAIN = 0.97  # of stock's time: what is less is noise, and a tie goes to the better bits
+STEADY = 0.75  # of the repeats in which a candidate must be that much faster
+REPEATS = 5
+HOPELESS = 2.0  # times stock's in the first repeat: not repeated
+CHECKED = 4  # layers of a shape on which values are compared
+TIMED_BYTES = 1 << 27  # weights multiplied in turn: more than a cache holds
+SLACK = 2e-5  # of the largest value: how far two orders of a long sum in float32 may be apart
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides which candidates there are.
+
+    architecture: MLX's name of the chip ("applegpu_g14s"), or of a CPU. differing: on a CPU, the
+    numbers of rows at which MLX gives one of them other bits than alone, as an optimised BLAS does.
+    """
+
+    metal: bool
+    architecture: str
+    differing: frozenset[int] = frozenset()
+
+    @classmethod
+    def here(cls, differing: frozenset[int] = frozenset()) -> "Machine":
+        metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
+        return cls(metal, str(mx.device_info()["architecture"]), differing)
+
+    @property
+    def generation(self) -> int:
+        """13 for the M1, 17 for the M5; 0 for what is no Apple GPU."""
+        digits = self.architecture.removeprefix("applegpu_g")[:2]
+        return int(digits) if self.metal and digits.isdecimal() else 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The product for one shape and number of rows, and why. Seconds: of one product; 0: not
+    timed."""
+
+    product: Product
+    why: str
+    seconds: float = 0.0
+    stock: float = 0.0
+    rejected: tuple[str, ...] = ()  # candidates that were wrong or refused, and why
+
+
+class Race:
+    """Races for the shapes of one target.
+
+    mode "auto": a candidate's error against float32 is at most twice stock's, and the fastest
+    wins; where two are within 3 %, one with plain decoding's bits, then stock. "exact": only
+    products with the bits of MLX's product of one row take part. "off": none does. On the M5 and
+    later, MLX has better kernels for several rows, so "auto" leaves them to it unless `newest`.
+    """
+
+    def __init__(
+        self,
+        mode: str = "auto",
+        machine: Machine | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        newest: bool = False,
+    ):
+        if mode not in MODES:
+            raise InputError(f"kernels is {mode!r}; it must be 'auto', 'exact' or 'off'")
+        self.mode, self.clock, self.newest = mode, clock, newest
+        self.machine = machine or Machine.here()
+        self.forms: dict[tuple[Any, ...], Form | None] = {}
+
+    @property
+    def idle(self) -> str:
+        """Why nothing is raced, or ""."""
+        if self.mode == "off":
+            return "kernels are off"
+        if self.mode == "exact":
+            return ""
+        if self.machine.metal and self.machine.generation >= 17 and not self.newest:
+            return "MLX's own kernels serve several rows on this chip"
+        if not self.machine.metal and not self.machine.differing:
+            return "no Metal"
+        return ""
+
+    @property
+    def baseline(self) -> Product:
+        """What is right by definition: MLX's product of all rows, or in exact mode of each."""
+        return APART if self.mode == "exact" else STOCK
+
+    def verdict(self, matrices: Sequence[Matrix], rows: int, dtype: mx.Dtype) -> Verdict:
+        """For layers of one shape, the target's own, given `rows` rows of a dtype."""
+        if self.idle:
+            return Verdict(STOCK, self.idle)
+        x = mx.random.normal((rows, matrices[0].shape[1]), key=mx.random.key(rows)).astype(dtype)
+        entrants = self.candidates(matrices[0], x)
+        if entrants == [STOCK]:
+            return Verdict(STOCK, "no kernel serves it")
+        right, rejected = self.check(entrants, x, matrices[:CHECKED])
+        seconds = self.times(list(right), x, matrices)
+        return self.choose(right, seconds, tuple(rejected))
+
+    def candidates(self, matrix: Matrix, x: mx.array) -> list[Product]:
+        products: list[Product] = [STOCK]
+        if self.mode == "exact":
+            products.append(APART)
+        if not self.machine.metal:
+            differs = self.mode == "auto" and x.shape[0] in self.machine.differing
+            serves = differs and UNPACKED.limits(x, matrix) is None
+            return [*products, UNPACKED] if serves else products
+        if exact_limits(x, matrix) is None:
+            form = self.form(matrix, x)
+            if form is None and self.mode == "auto":
+                form = forms(matrix)[0]  # right, if not exact: it takes part as any other
+            products += [Exact(form, *cut) for cut in CUTS] if form else []
+        if self.mode == "auto":
+            cuts = tile_cuts(matrix.shape[0])
+            products += [cut for cut in cuts if cut.limits(x, matrix) is None]
+        return products
+
+    def form(self, matrix: Matrix, x: mx.array) -> Form | None:
+        """The form with the bits of MLX's product of one row, or None; found once per packing.
+
+        It is settled in float32, where a wrong one shows in most values: rounding to bfloat16
+        hides it in all but a few.
+        """
+        key = (matrix.bits, matrix.group_size, matrix.shape[1] % 512 == 0, x.dtype)
+        if key not in self.forms:
+            found = forms(matrix)
+            tried = found if self.mode == "exact" else found[: len(found) // 4]
+            self.forms[key] = next((f for f in tried if self.has_form(f, matrix, x)), None)
+        return self.forms[key]
+
+    def has_form(self, form: Form, matrix: Matrix, x: mx.array) -> bool:
+        product = Exact(form)
+        try:
+            return all(
+                same_bits(product(rows, weight), apart(rows, weight))
+                for rows, weight in ((x[:2].astype(mx.float32), widened(matrix)), (x[:2], matrix))
+            )
+        except (RuntimeError, ValueError):  # refused by the driver
+            return False
+
+    def check(
+        self, entrants: list[Product], x: mx.array, matrices: Sequence[Matrix]
+    ) -> tuple[dict[Product, bool], list[str]]:
+        """Those whose values will do, and whether each has plain decoding's bits; and what was
+        wrong with the others."""
+        right: dict[Product, bool] = {}
+        rejected = []
+        wanted = [Wanted(x, matrix) for matrix in matrices]
+        for product in entrants:
+            try:
+                outputs = [product(x, matrix) for matrix in matrices]
+                again = [product(x, matrix) for matrix in matrices]
+                flaps = [not same_bits(a, b, nan=True) for a, b in zip(outputs, again, strict=True)]
+                exact = all(w.has_bits(y) for w, y in zip(wanted, outputs, strict=True))
+                faults = [w.fault(y) for w, y in zip(wanted, outputs, strict=True)]
+            except (RuntimeError, ValueError) as refusal:  # the driver's, compiling or launching
+                rejected.append(f"{name(product)}: refused: {str(refusal).splitlines()[0]}")
+                continue
+            if self.mode == "exact":
+                faults = [] if exact else ["not the bits of one row"]
+            if any(flaps):
+                faults.insert(0, "its values vary from call to call")
+            fault = next(filter(None, faults), "")
+            if not fault or product == self.baseline:
+                right[product] = exact
+            else:
+                rejected.append(f"{name(product)}: {fault}")
+        return right, rejected
+
+    def times(
+        self, products: list[Product], x: mx.array, matrices: Sequence[Matrix]
+    ) -> dict[Product, list[float]]:
+        """Seconds of one product, in interleaved repeats; of those that are not hopeless."""
+        some = enough(matrices)
+        seconds: dict[Product, list[float]] = {product: [] for product in products}
+        for _ in range(REPEATS):
+            for product in seconds:
+                begun = self.clock()
+                mx.eval([product(x, matrix) for matrix in some])
+                seconds[product].append((self.clock() - begun) / len(some))
+            baseline = seconds[plain(products)][0]
+            seconds = {p: s for p, s in seconds.items() if s[0] <= HOPELESS * baseline}
+        return seconds
+
+    def choose(
+        self,
+        right: dict[Product, bool],
+        seconds: dict[Product, list[float]],
+        rejected: tuple[str, ...],
+    ) -> Verdict:
+        base = plain(right)
+        allowed = {
+            p: median(s) for p, s in seconds.items() if p == base or is_faster(s, seconds[base])
+        }
+        fastest = min(allowed.values())
+        ties = [p for p, s in allowed.items() if GAIN * s <= fastest]
+        best = max(ties, key=lambda p: (right[p], p == base, -allowed[p]))
+        why = "faster" if best != base else "nothing else is steadily faster"
+        return Verdict(best, why, allowed[best], allowed[base], rejected)
+
+
+class Wanted:
+    """What a product of x and a matrix must be like."""
+
+    def __init__(self, x: mx.array, matrix: Matrix):
+        self.one_row = apart(x, matrix)
+        self.truth = multiply(x.astype(mx.float32), widened(matrix))
+        self.largest = mx.abs(self.truth).max()
+        self.stock = self.error(multiply(x, matrix))
+
+    def error(self, y: mx.array) -> float:
+        return (mx.abs(y.astype(mx.float32) - self.truth).max() / self.largest).item()
+
+    def has_bits(self, y: mx.array) -> bool:
+        return same_bits(y, self.one_row)
+
+    def fault(self, y: mx.array) -> str:
+        error = self.error(y)
+        if error <= 2 * self.stock + SLACK:  # False for NaN
+            return ""
+        return f"error {error:.2g}, stock has {self.stock:.2g}"
+
+
+def plain(products: Collection[Product]) -> Product:
+    """What all others are measured by: stock, or rows one by one where stock has other bits."""
+    return STOCK if STOCK in products else APART
+
+
+def is_faster(seconds: list[float], than: list[float]) -> bool:
+    """By 3 % in the median, and in nearly all repeats: one that flaps is not."""
+    wins = sum(s < GAIN * t for s, t in zip(seconds, than, strict=True))
+    return median(seconds) < GAIN * median(than) and wins >= STEADY * len(seconds)
+
+
+def same_bits(a: mx.array, b: mx.array, nan: bool = False) -> bool:
+    """Whether all values are equal. nan: and one NaN equals the other."""
+    return mx.array_equal(a, b, equal_nan=nan).item()
+
+
+def widened(matrix: Matrix) -> Matrix:
+    """The same weights for rows of float32."""
+    if matrix.scales is None:
+        return Matrix(matrix.weight.astype(mx.float32))
+    if matrix.biases is None:  # scales are small floats whatever the rows are
+        return matrix
+    scales, biases = (a.astype(mx.float32) for a in (matrix.scales, matrix.biases))
+    return matrix._replace(scales=scales, biases=biases)
+
+
+def enough(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """As many matrices as no cache holds together, if there are that many."""
+    some, size = [], 0
+    for matrix in matrices:
+        some.append(matrix)
+        size += matrix.nbytes
+        if size >= TIMED_BYTES:
+            break
+    return some

@@ -1,0 +1,253 @@
+"""Kernels for several rows inside a target's verifying forwards, and nowhere else.
+
+Only the classes of the target's linear layers are swapped, and only within `verifying`: their
+parameters, plain decoding and prefill stay as they are.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dspine_mlx.metal.rows import MAX_ROWS, Matrix
+from dspine_mlx.target import verdicts as on_file
+from dspine_mlx.target.equal_rows import (
+    blas_differs,
+    differing_widths,
+    unequal_widths,
+)
+from dspine_mlx.target.model import Target
+from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
+from dspine_mlx.target.race import Machine, Race, Verdict
+from dspine_mlx.target.row_attention import RowAttention
+from dspine_mlx.target.row_attention import apart as attend_apart
+from dspine_mlx.target.verdicts import Shape, Verdicts
+
+SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
+LINEAR = (nn.QuantizedLinear, nn.Linear)
+EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
+
+
+class RowKernels:
+    """The verdicts on a target's shapes, and the swap that heeds them.
+
+    shapes: the target's linear layers by shape; the LM head's is among them, tied or not. verdicts:
+    by shape and number of rows. In exact mode, rows also attend one by one, and `check` asks the
+    whole target which widths have plain decoding's bits: unequal names the others, and where.
+    """
+
+    def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
+        self.race, self.folder = race or Race("off"), folder
+        self.key = on_file.kernels_key(self.race)
+        self.target, self.dtype = target, target.dtype
+        self.exact = self.race.mode == "exact"
+        self.attention = RowAttention(target, attend_apart) if self.exact else None
+        self.checked: set[int] = set()
+        self.unequal: dict[int, str] = {}
+        self.shapes: dict[Shape, list[nn.Module]] = {}
+        for layer in linear_layers(target):
+            shape = Shape.of(Matrix.of(layer), self.dtype)
+            self.shapes.setdefault(shape, []).append(layer)
+        self.verdicts: Verdicts = {}
+        if folder is not None and not self.race.idle:
+            known = on_file.read(folder, self.key)
+            self.verdicts = {k: v for k, v in known.items() if k[0] in self.shapes}
+        self.swaps: dict[int, list[tuple[nn.Module, type[nn.Module]]]] = {}
+        self.arrange()
+
+    def settle(self, widths: Iterable[int], seconds: float | None = None) -> None:
+        """Race each shape at each number of rows that has no verdict yet, the coarse steps of
+        widths first, until the time is up. What is not raced is stock's."""
+        if self.race.idle:
+            return
+        asked = sorted({w for w in widths if 2 <= w <= MAX_ROWS}, key=lambda w: (-(w & -w), w))
+        new: Verdicts = {}
+        begun, limit = self.race.clock(), SECONDS if seconds is None else seconds
+        for rows in asked:
+            for shape, layers in self.shapes.items():
+                if (shape, rows) in self.verdicts:
+                    continue
+                if self.race.clock() - begun > limit:
+                    break
+                matrices = [Matrix.of(layer) for layer in layers]
+                new[shape, rows] = self.race.verdict(matrices, rows, self.dtype)
+        self.verdicts |= new
+        self.arrange()
+        if new and self.folder is not None:
+            on_file.write(self.folder, self.key, new)
+
+    def lacks(self, widths: Iterable[int]) -> bool:
+        """Whether a shape has no verdict for one of these widths."""
+        return any((shape, rows) not in self.verdicts for shape in self.shapes for rows in widths)
+
+    def arrange(self) -> None:
+        """Make the classes that layers take on, by the number of rows of a forward. In exact mode
+        every layer takes one on, for a layer may be given fewer rows than the forward has; else
+        only those for which something is faster than stock."""
+        self.swaps = {rows: [] for rows in range(2, MAX_ROWS + 1)}
+        unsettled = APART if self.exact else STOCK
+        for shape, layers in self.shapes.items():
+            products = {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
+            kinds = set(map(type, layers))
+            classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
+            for rows, swaps in self.swaps.items():
+                if self.exact or products.get(rows, STOCK) != STOCK:
+                    swaps += [(layer, classes[type(layer)]) for layer in layers]
+
+    @contextmanager
+    def verifying(self, rows: int) -> Iterator[None]:
+        """Around one forward over several rows, of one text or of several: linear layers multiply
+        as the race settled it for as many rows as they are given. One row is plain decoding, and
+        more than 32 are MLX's: nothing is swapped. Classes go back on every exit."""
+        swaps = self.swaps.get(rows, [])
+        classes = [type(layer) for layer, _ in swaps]
+        try:
+            for layer, cls in swaps:
+                layer.__class__ = cls
+            with self.attention.verifying(rows) if self.attention else nullcontext():
+                yield
+        finally:
+            for (layer, _), cls in zip(swaps, classes, strict=True):
+                layer.__class__ = cls
+
+    def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
+        """In exact mode: compare verify forwards of these widths with as many forwards over one
+        row, bit for bit. Until a width has passed, it may not be verified."""
+        asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
+        if asked:
+            self.unequal |= unequal_widths(self.target, asked, self.verifying, depths)
+            self.checked |= asked
+
+    @property
+    def width_limit(self) -> float:
+        """Rows that a verify forward may have: in exact mode as many as have passed the check, and
+        all fewer with them; 1: none, so the target decodes plainly."""
+        if not self.exact:
+            return math.inf
+        passed = self.checked - set(self.unequal)
+        return next(w for w in count(1) if w + 1 not in passed)
+
+    @property
+    def digest(self) -> str:
+        """Names what runs, for files of times that depend on it; "" where all is stock's."""
+        chosen = [
+            [*shape, rows, to_dict(verdict.product)]
+            for (shape, rows), verdict in sorted(self.verdicts.items(), key=lambda item: item[0])
+            if verdict.product != STOCK
+        ]
+        if not chosen and not self.exact:
+            return ""
+        text = json.dumps([self.race.mode, self.key["kernels"], chosen])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def promise(self) -> str:
+        """What exact mode may promise here, in a sentence."""
+        if self.width_limit > 1:
+            return (
+                "Verify forwards give plain decoding's very logits on this machine, for this "
+                f"target, up to {self.width_limit:.0f} rows, as checked."
+            )
+        if not self.checked:
+            return "No width has been checked against plain decoding yet, so none is verified."
+        where = self.unequal.get(min(self.checked), "")
+        return (
+            "No verify forward gives plain decoding's very logits here "
+            f"({min(self.checked)} rows: {where}), so the target decodes plainly."
+        )
+
+    def report(self) -> dict[str, Any]:
+        """For `report` and health pages: every verdict, and why none where there is none."""
+        return {
+            "mode": self.race.mode,
+            "idle": self.race.idle,
+            "digest": self.digest,
+            "shapes": len(self.shapes),
+            "checked": sorted(self.checked),
+            "unequal": {str(width): where for width, where in sorted(self.unequal.items())},
+            "verdicts": [
+                on_file.as_dict(shape, rows, verdict)
+                for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
+            ],
+        }
+
+    def explain(self) -> list[str]:
+        """A sentence per shape, for `doctor`."""
+        if self.race.idle:
+            return [f"verify rows are MLX's: {self.race.idle}"]
+        lines = [self.promise()] if self.exact else []
+        for shape, layers in self.shapes.items():
+            found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
+            parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
+            lines.append(f"{len(layers)} x [{shape}]: {'; '.join(parts) or 'not raced yet'}")
+        return lines
+
+
+def prepare(
+    target: Target, mode: str, widths: Iterable[int], folder: Path | None, newest: bool = False
+) -> RowKernels:
+    """The kernels of a target whose verify forwards have these widths, raced and, in exact mode,
+    checked; verdicts are kept in a folder. newest: see `Race`.
+
+    Without Metal, "auto" races an unpacked product at the widths at which an optimised BLAS gives
+    other bits than plain decoding anyway.
+    """
+    machine, asked = Machine.here(), frozenset(widths)
+    if mode == "auto" and not machine.metal and blas_differs():
+        machine = replace(machine, differing=asked)
+        kernels = RowKernels(target, Race(mode, machine), folder)
+        if kernels.lacks(asked):  # asking the target takes seconds
+            machine = replace(machine, differing=differing_widths(target, asked))
+    kernels = RowKernels(target, Race(mode, machine, newest=newest), folder)
+    kernels.settle(asked)
+    kernels.check(asked)
+    return kernels
+
+
+def in_words(verdict: Verdict) -> str:
+    if not verdict.seconds:
+        return f"{name(verdict.product)} ({verdict.why})"
+    ms, stock = 1e3 * verdict.seconds, 1e3 * verdict.stock
+    return f"{name(verdict.product)} {ms:.3g} ms (stock {stock:.3g})"
+
+
+def linear_layers(target: Target) -> list[nn.Module]:
+    """The decoder stack's, then the LM head: if tied, an embedding with `as_linear`."""
+    layers = [m for m in target.body.modules() if type(m) in LINEAR]
+    head = target.lm_head
+    if type(head) in (EMBEDDINGS if target.tied else LINEAR):
+        layers.append(head)
+    once = {id(layer): layer for layer in layers}
+    return list(once.values())
+
+
+def swapped(
+    cls: type[nn.Module], products: dict[int, Product], unsettled: Product, dtype: mx.Dtype
+) -> type[nn.Module]:
+    """A subclass of a linear layer, or of an embedding that is a head, which multiplies so many
+    rows by `products`, by `unsettled` where they say nothing."""
+    method = "as_linear" if issubclass(cls, EMBEDDINGS) else "__call__"
+    base = getattr(cls, method)
+
+    def multiply(self: nn.Module, x: mx.array) -> mx.array:
+        columns = x.shape[-1]
+        rows = x.size // columns
+        product = products.get(rows, unsettled) if rows > 1 and x.dtype == dtype else STOCK
+        if isinstance(product, Stock):
+            y: mx.array = base(self, x)
+            return y
+        if isinstance(product, Apart):  # by plain decoding's own calls, a layer's bias included
+            each = x.reshape(1, rows, columns).split(rows, axis=1)
+            y = mx.concatenate([base(self, row) for row in each], axis=1)
+            return y.reshape(*x.shape[:-1], -1)
+        y = product(x.reshape(-1, columns), Matrix.of(self)).reshape(*x.shape[:-1], -1)
+        return y + self.bias if "bias" in self else y
+
+    return type(cls.__name__, (cls,), {method: multiply})

@@ -1,0 +1,121 @@
+"""Verdicts of races on file, so that a machine races once."""
+
+import hashlib
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from dspine_mlx.metal.kernel import source
+from dspine_mlx.metal.rows import Matrix
+from dspine_mlx.target.products import from_dict, to_dict
+from dspine_mlx.target.race import Race, Verdict
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+TEXTS = ("rows_header", "rows_tile", "rows_exact_header", "rows_exact")
+
+
+class Shape(NamedTuple):
+    """What a verdict holds for, besides the number of rows. dtype: of the rows."""
+
+    outputs: int
+    columns: int
+    bits: int
+    group_size: int
+    mode: str
+    dtype: str
+
+    @classmethod
+    def of(cls, matrix: Matrix, dtype: mx.Dtype) -> "Shape":
+        N, K = matrix.shape
+        rows = str(dtype).removeprefix("mlx.core.")
+        return cls(N, K, matrix.bits, matrix.group_size, matrix.mode, rows)
+
+    def __str__(self) -> str:
+        packing = f"{self.bits} bits, groups of {self.group_size}" if self.bits else self.dtype
+        mode = "" if self.mode == "affine" else f"{self.mode}, "
+        return f"{self.outputs} x {self.columns}, {mode}{packing}"
+
+
+Verdicts = dict[tuple[Shape, int], Verdict]
+
+
+def kernels_key(race: Race) -> dict[str, Any]:
+    """What a verdict depends on: the machine, MLX, the kernels' text and the mode of the race."""
+    device = mx.device_info()
+    texts = "\0".join(map(source, TEXTS))
+    return {
+        "device": str(device["device_name"]),
+        "architecture": race.machine.architecture,
+        "mlx": mx.__version__,
+        "kernels": digest(texts),
+        "mode": race.mode,
+        "newest": race.newest,
+    }
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def path(folder: Path, key: dict[str, Any]) -> Path:
+    return folder / f"kernels-{digest(json.dumps(key, sort_keys=True))}.json"
+
+
+def read(folder: Path, key: dict[str, Any]) -> Verdicts:
+    """What was settled under a key; nothing, if the file is absent, unreadable or of another."""
+    try:
+        data = json.loads(path(folder, key).read_text(encoding="utf-8"))
+        if data["format"] != FORMAT or data["key"] != key:
+            return {}
+        return dict(map(entry, data["verdicts"]))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        log.warning("%s can't be read (%s); races again", path(folder, key), type(error).__name__)
+        return {}
+
+
+def entry(data: dict[str, Any]) -> tuple[tuple[Shape, int], Verdict]:
+    product = from_dict(data["product"])
+    shape = Shape(**data["shape"])
+    times = float(data["seconds"]), float(data["stock"])
+    verdict = Verdict(product, str(data["why"]), *times, tuple(map(str, data["rejected"])))
+    return (shape, int(data["rows"])), verdict
+
+
+def as_dict(shape: Shape, rows: int, verdict: Verdict) -> dict[str, Any]:
+    """For the file, and for reports."""
+    return {
+        "shape": shape._asdict(),
+        "rows": rows,
+        "product": to_dict(verdict.product),
+        "why": verdict.why,
+        "seconds": verdict.seconds,
+        "stock": verdict.stock,
+        "rejected": list(verdict.rejected),
+    }
+
+
+def write(folder: Path, key: dict[str, Any], verdicts: Verdicts) -> None:
+    """Adds to what is on file under the key. A folder that can't be written costs a race."""
+    merged = read(folder, key) | verdicts
+    entries = [as_dict(shape, rows, verdict) for (shape, rows), verdict in sorted_items(merged)]
+    text = json.dumps({"format": FORMAT, "key": key, "verdicts": entries}, indent=1)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, prefix="kernels-", suffix=".tmp", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        Path(file.name).replace(path(folder, key))
+    except OSError as error:
+        log.warning("verdicts on kernels can't be kept in %s: %s", folder, error.strerror)
+
+
+def sorted_items(verdicts: Verdicts) -> list[tuple[tuple[Shape, int], Verdict]]:
+    return sorted(verdicts.items(), key=lambda item: item[0])

@@ -1,0 +1,124 @@
+// The order in which MLX's kernel for one row adds products, spelt out. MLX puts this before a body.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+// Columns of a pack: 32 bits, or 3 or 5 bytes.
+template <int BITS>
+inline constexpr int pack_columns() {
+    return BITS == 3 || BITS == 5 ? 8 : BITS == 6 ? 4 : 32 / BITS;
+}
+
+// Columns of a unit: their values of x are added together before they join the sum for the bias.
+template <int BITS>
+inline constexpr int unit_columns() {
+    return BITS == 3 || BITS == 5 ? 8 : 4;
+}
+
+// Fields are masked where they lie in a window of so many bits, and x is scaled down to match.
+template <int BITS>
+inline constexpr int window_bits() {
+    return BITS == 4 ? 16 : 8;
+}
+
+// Products of a unit: a field that lies in two windows makes two.
+template <int BITS>
+inline constexpr int unit_terms() {
+    return BITS == 3 ? 10 : BITS == 5 ? 12 : BITS == 6 ? 6 : 4;
+}
+
+// BYTES bytes of a packed matrix from byte `at`, a multiple of their largest power of two, on.
+template <int BYTES>
+inline void load_bytes(const device uint* matrix, size_t at, thread uint* words) {
+    if constexpr (BYTES % 4 == 0) {
+        UNROLL for (int i = 0; i < BYTES / 4; ++i) words[i] = matrix[at / 4 + i];
+    } else {
+        const device uchar* bytes = (const device uchar*)matrix + at;
+        UNROLL for (int i = 0; i < (BYTES + 3) / 4; ++i) words[i] = 0;
+        UNROLL for (int i = 0; i < BYTES; ++i) {
+            words[i / 4] |= static_cast<uint>(bytes[i]) << (8 * (i % 4));
+        }
+    }
+}
+
+// COLUMNS columns of a row of x, a multiple of 4, from a multiple of 4 on.
+template <int COLUMNS, typename T>
+inline void load_inputs(const device T* from, thread T* to) {
+    UNROLL for (int i = 0; i < COLUMNS; i += 4) {
+        vec<T, 4> four = *(const device vec<T, 4>*)(from + i);
+        UNROLL for (int e = 0; e < 4; ++e) to[i + e] = four[e];
+    }
+}
+
+// One factor of each product of the unit that begins at `bit`.
+template <int BITS>
+inline void unit_weights(const thread uint* words, int bit, thread float* terms) {
+    constexpr int WINDOW = window_bits<BITS>();
+    int term = 0;
+    UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
+        int at = bit + c * BITS, low = at % WINDOW;
+        int inside = min(BITS, WINDOW - low);
+        uint window = words[at / 32] >> (at % 32 - low);
+        terms[term++] = static_cast<float>(window & (((1u << inside) - 1u) << low));
+        if (inside < BITS) {
+            window = words[(at + inside) / 32] >> ((at + inside) % 32);
+            terms[term++] = static_cast<float>(window & ((1u << (BITS - inside)) - 1u));
+        }
+    }
+}
+
+// The other: x over 2^low, and times 2^WINDOW for the rest of a field. Powers of two: exact.
+template <int BITS>
+inline void unit_inputs(const thread float* x, thread float* terms) {
+    constexpr int WINDOW = window_bits<BITS>();
+    int term = 0;
+    UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
+        int low = c * BITS % WINDOW;
+        float scaled = x[c] / static_cast<float>(1 << low);
+        terms[term++] = scaled;
+        if (low + BITS > WINDOW) terms[term++] = scaled * static_cast<float>(1 << WINDOW);
+    }
+}
+
+// What a unit's values of x add to the sum for the bias. WIDE: in float32, as MLX does since 0.32.4,
+// else in x's own type; at 8 bits value after value.
+template <int BITS, bool WIDE, typename T>
+inline float add_inputs(float sum, const thread T* x) {
+    if constexpr (BITS == 8) {
+        UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) sum += static_cast<float>(x[c]);
+        return sum;
+    } else {
+        conditional_t<WIDE, float, T> unit = static_cast<conditional_t<WIDE, float, T>>(x[0]);
+        UNROLL for (int c = 1; c < unit_columns<BITS>(); ++c) {
+            unit = unit + static_cast<conditional_t<WIDE, float, T>>(x[c]);
+        }
+        return sum + static_cast<float>(unit);
+    }
+}
+
+// Which products the compiler fuses with an addition in MLX's kernel is its choice, and in another
+// kernel it may choose otherwise. FUSE 0 leaves it to the compiler here, too. 1 to 4 spell it out:
+// what the second of a unit's four products at 4 bits joins (1 and 2: the first product, rounded; 3
+// and 4: the other way round), and which product is rounded when scale and bias are applied.
+template <int FUSE>
+inline float sum_of_four(const thread float* a, const thread float* b) {
+    if constexpr (FUSE == 0) {
+        return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
+    } else {
+        float two = FUSE <= 2 ? fma(a[1], b[1], a[0] * b[0]) : fma(a[0], b[0], a[1] * b[1]);
+        return fma(a[3], b[3], fma(a[2], b[2], two));
+    }
+}
+
+template <int BITS, int FUSE>
+inline float add_unit(float dot, const thread float* a, const thread float* b) {
+    if constexpr (BITS == 4) return dot + sum_of_four<FUSE>(a, b);
+    UNROLL for (int i = 0; i < unit_terms<BITS>(); ++i) {
+        dot = FUSE == 0 ? dot + a[i] * b[i] : fma(a[i], b[i], dot);
+    }
+    return dot;
+}
+
+template <int FUSE>
+inline float scale_and_bias(float scale, float dot, float bias, float sum) {
+    if constexpr (FUSE == 0) return scale * dot + sum * bias;
+    else return FUSE % 2 == 1 ? fma(scale, dot, sum * bias) : fma(sum, bias, scale * dot);
+}

@@ -1,0 +1,75 @@
+"""A race without a GPU: plain MLX stands in for kernels, and a clock says what the test wants."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from dspine_mlx.metal import rows, rows_exact
+from dspine_mlx.metal.rows import ROWS_TILE, Matrix
+from dspine_mlx.metal.rows_exact import ROWS_EXACT
+from dspine_mlx.target import products
+from dspine_mlx.target.race import Machine, Race
+from tests.msl import Emulator
+
+M2 = Machine(metal=True, architecture="applegpu_g14s")
+M5 = Machine(metal=True, architecture="applegpu_g17g")
+CPU = Machine(metal=False, architecture="x86_64")
+OPEN_BLAS = Machine(metal=False, architecture="x86_64", differing=frozenset({4, 8}))
+Cost = Callable[[int], float]  # seconds of the nth call
+
+
+class Kernel:
+    """What `mx.fast.metal_kernel` would have made: it multiplies, takes its time, and may spoil
+    the output or refuse the launch."""
+
+    def __init__(self, track: "Track", seconds: Cost):
+        self.track, self.seconds = track, seconds
+        self.calls = 0
+        self.spoil: Callable[[mx.array, int], mx.array] = lambda y, _: y
+        self.threads = 1024  # that the driver allows
+        self.device: Emulator | None = None  # runs the kernel's own text
+
+    def __call__(self, *, inputs: list[Any], threadgroup: Any, template: Any, **launch: Any) -> Any:
+        if threadgroup[0] > self.threads:
+            raise ValueError(f"Thread group size ({threadgroup[0]}) is greater than the maximum")
+        self.calls += 1
+        self.track.now += self.seconds(self.calls)
+        if self.device is not None:
+            (y,) = self.device(inputs=inputs, threadgroup=threadgroup, template=template, **launch)
+            return [self.spoil(y, self.calls)]
+        sizes, (x, weight, scales, biases) = dict(template), inputs
+        matrix = Matrix(weight, scales, biases, sizes["GROUP"], sizes["BITS"])
+        y = rows.multiply(x, matrix if sizes["BITS"] else Matrix(weight))
+        return [self.spoil(y, self.calls)]
+
+
+class Track:
+    """The clock of a race. stock: seconds of MLX's product of several rows; tile, exact: of the
+    kernels; row: of one of the rows that are multiplied one by one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stock: float = 1.0, row: float = 1.0):
+        self.now, self.stock, self.row = 0.0, stock, row
+        self.tile = Kernel(self, lambda _: 0.5)
+        self.tile.spoil = lambda y, _: y * (1 + 2**-22)  # right, with other bits
+        self.exact = Kernel(self, lambda _: 0.6)
+        self.spoil_stock: Callable[[mx.array], mx.array] = lambda y: y
+        monkeypatch.setattr(ROWS_TILE, "function", self.tile)
+        monkeypatch.setattr(ROWS_EXACT, "function", self.exact)
+        monkeypatch.setattr(products, "multiply", self.timed("stock"))
+        monkeypatch.setattr(rows_exact, "multiply", self.timed("row"))
+
+    def __call__(self) -> float:
+        return self.now
+
+    def timed(self, kind: str) -> Callable[[mx.array, Matrix], mx.array]:
+        def multiply(x: mx.array, matrix: Matrix) -> mx.array:
+            self.now += getattr(self, kind)
+            y = rows.multiply(x, matrix)
+            return self.spoil_stock(y) if kind == "stock" else y
+
+        return multiply
+
+    def race(self, mode: str = "auto", machine: Machine = M2, **options: Any) -> Race:
+        return Race(mode, machine, self, **options)

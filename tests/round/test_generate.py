@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.errors import InputError
 from tests.support.samplers import PROCESSORS, SAMPLERS
 from tests.support.tiny import (
     SCRIPTS,
@@ -270,3 +271,22 @@ def test_quantised_cache_starts_where_mlx_lms_does(
     assert type(cache[0]) is QuantizedKVCache
     assert type(cache[-1]) is KVCache
     assert {c.offset for c in cache} == {len(prompt) + 24}
+
+
+def test_mlx_lms_names_for_a_drafter_and_its_length(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    prompt, drafter = random_prompt(9), tiny_dspine(model)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=12)
+    options: dict[str, Any] = {"draft_model": drafter, "num_draft_tokens": 3, "max_tokens": 12}
+    responses = list(dspine_mlx.stream_generate(model, tokenizer, prompt, **options))
+    assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+    assert set(responses[-1].verify_lengths) <= {1, 2, 3}
+    for wrong, words in (
+        ({"drafter": drafter}, "two names for one thing"),
+        ({"verify_length": 2}, "num_draft_tokens is 3 and verify_length 2"),
+        ({"draft_model": model}, "the drafter is a Model; it must come from load"),
+        ({"num_draft_tokens": 2.0}, "verify_length is 2.0"),
+    ):
+        with pytest.raises(InputError, match=words):
+            dspine_mlx.stream_generate(model, tokenizer, prompt, **(options | wrong))

@@ -25,6 +25,7 @@ from dspine_mlx.arguments import (
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.decode import Prefill, decode
+from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.policy import Policy, check_verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
@@ -142,6 +143,7 @@ def stream_generate(
     prompt_checkpoints: Checkpoints | None = None,
     verify_length: int | str | Policy = "auto",
     draft_filter: DraftFilter | None = None,
+    lookup: bool = True,
     draft_model: Drafter | None = None,
     num_draft_tokens: int | None = None,
     max_kv_size: int | None = None,
@@ -157,8 +159,10 @@ def stream_generate(
     Args: mlx-lm's, and
         drafter: from `load` or `load_drafter`, bound to this model. None: plain mlx-lm decoding.
         sampler: greedy when None. A `dspine_mlx.Sampler` lets drafts be sampled and tested by
-            ratio; any other callable is sampled from row by row and compared with the drafted
-            tokens, so that a seeded run gives the very tokens of seeded plain decoding.
+            ratio. One with `seeded=True`, and any other callable, is sampled from row by row and
+            compared with the drafted tokens: after `mx.random.seed` the text is that of plain
+            decoding with that seed. Of a seeded `Sampler` drafts foresee the draws, so more of
+            them are accepted.
         prompt_cache: as mlx-lm's, with the drafter's caches after the target's (appended if
             missing). Once the generator has ended or was closed, it holds the prompt and the
             yielded tokens; starting another generation from it ends an unfinished one.
@@ -168,6 +172,8 @@ def stream_generate(
             policy (see `dspine_mlx.round.policy`). 0 is plain decoding.
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
+        lookup: where verify_length is "auto", offer what followed the newest tokens earlier in the
+            prompt or text, in rounds where that is worth more than the draft.
         draft_model, num_draft_tokens: mlx-lm's names for drafter and a fixed verify_length.
 
     logits_processors are called for every row of a block, with the tokens before that row: they
@@ -217,6 +223,7 @@ def stream_generate(
             frozenset(tokenizer.eos_token_ids),
             statistics,
             draft_filter,
+            Lookup() if lookup else None,
             prompt_cache is not None,
         )
         checkpoints = check_checkpoints(prompt, prompt_checkpoints or {})

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.accept import acceptance
+from dspine_mlx.round.lookup import CopyChances
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
@@ -22,7 +23,12 @@ from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.chances import Chances, expected_tokens
 from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.reading import Reading
-from dspine_mlx.verify_length.rules import length_values, sampled_verify_length, token_values
+from dspine_mlx.verify_length.rules import (
+    contested,
+    length_values,
+    sampled_verify_length,
+    token_values,
+)
 
 HOPE = 1.1  # speed that perfect drafts must reach for drafting to be tried
 MEMORY = 16  # rounds over which tokens and seconds fade; also the fewest between two checks
@@ -49,6 +55,7 @@ class Round:
     chances: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # net seconds of each length
     chosen: int = -1  # the length, which a draft filter may cut
+    copied: bool = False  # a lookup draft in place of the drafter's
     verifying: float = 0.0  # seconds
     offered: int = -1  # until verified
     accepted: int = 0
@@ -88,6 +95,7 @@ class Auto:
         self.costs, self.chances, self.budget = costs, Chances(calibration), budget or Budget()
         self.explain, self.clock, self.text_over = explain, clock, text_over
         self.reading = Reading(len(calibration.biases))
+        self.copies = CopyChances()
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.newest: Round | None = None  # until it has been learnt from
         self.rounds_left = MEMORY  # before plain decoding is timed again
@@ -104,7 +112,8 @@ class Auto:
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
         self.statistics, self.account = statistics, words.Account()
-        self.sampler = sampler if isinstance(sampler, Sampler) and sampler.temp > 0 else None
+        sampled = isinstance(sampler, Sampler) and sampler.temp > 0 and not sampler.seeded
+        self.sampler = sampler if sampled else None
         self.probe = None
         if self.budget.spent:
             self.chances.forget_half()
@@ -135,16 +144,44 @@ class Auto:
         """The length for this round; `limit` is smaller near max_tokens."""
         chances = self.chances.of(known.odds)
         greedy = chances if known.greedy is known.odds else self.chances.of(known.greedy)
-        seconds, plain = self.costs.verify(depth), self.costs.plain(depth)
-        # No block goes on beyond the text's last tokens.
-        rate = self.rate(depth) if limit >= len(chances) else 1 / plain
-        w = token_values(greedy[:limit], seconds, self.costs.draft(depth), plain, rate)
+        seconds, w = self.costs.verify(depth), self.worth(greedy, limit, depth)
         values = length_values(chances[:limit], seconds, w)
         if self.sampler is None:
             length = values.index(max(values))
         else:
             length = sampled_verify_length(chances[:limit], greedy, seconds, w)
         return Round(depth, 0.0, chances=chances[:limit], values=values, chosen=length)
+
+    def worth(self, chances: list[float], limit: int, depth: int) -> list[float]:
+        """Seconds that each of the next `limit` tokens saves, if they have these chances."""
+        plain, draft = self.costs.plain(depth), self.costs.draft(depth)
+        # No block goes on beyond the text's last tokens.
+        rate = self.rate(depth) if limit >= len(chances) else 1 / plain
+        return token_values(chances[:limit], self.costs.verify(depth), draft, plain, rate)
+
+    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
+        """The copy is offered where its best length is worth more than the draft's. Both are valued
+        alike; a draft that isn't read is worth what rounds are on average."""
+        assert copy.copied is not None
+        self.digest()
+        seconds, chances = self.costs.verify(depth), copy.copied[:limit]
+        if draft.evidence is None:
+            usual = 1 / self.rate(depth)
+            w, best = [usual] * limit, self.costs.draft(depth) - usual
+        else:
+            greedy = self.chances.of(self.read(draft).greedy)[:limit]
+            path = (draft.greedy_path or draft).tokens.tolist()
+            pairs = enumerate(zip(copy.tokens.tolist(), path, strict=False))
+            agreed = next((i for i, (x, y) in pairs if x != y), limit)
+            chances, greedy = contested(chances, greedy, agreed)
+            w = self.worth(greedy, limit, depth)
+            best = max(length_values(greedy, seconds, w))
+        values = length_values(chances, seconds, w)
+        if max(values) <= best:
+            return 0
+        length = values.index(max(values))
+        self.newest = Round(depth, self.clock(), chances=chances, chosen=length, copied=True)
+        return length
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
@@ -173,7 +210,8 @@ class Auto:
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
         seconds = self.costs.round(offered, depth)
         off = (this.drafting + this.verifying) / seconds
-        if this.chances and (not self.costs.seen["draft"] or not 1 / OFF < off < OFF):
+        unforeseen = not self.costs.seen["draft"] or not 1 / OFF < off < OFF
+        if this.chances and not this.copied and unforeseen:
             self.digest()
             seconds = self.costs.round(offered, depth)
         tokens = expected_tokens(this.chances[:offered]) if this.chances else 1 + accepted
@@ -194,7 +232,7 @@ class Auto:
     def digest(self) -> None:
         """Learn costs and chances from the newest round, if it came to its end."""
         this, self.newest = self.newest, None
-        if this is None or this.offered < 0 or not this.chances:
+        if this is None or this.offered < 0 or not this.chances or this.copied:
             return
         self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
         for slot in range(min(this.offered, this.accepted + 1)):

@@ -99,7 +99,8 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def mode_of(sampler: SamplerFunction) -> str:
-    """The serving mode: one-hot drafts, or sampled ones in a band of temperatures."""
+    """The serving mode: greedy drafts; sampled or seeded ones in a band of temperatures."""
     if not isinstance(sampler, Sampler) or sampler.temp == 0:
         return "greedy"
-    return f"sampled from {max(b for b in BANDS if b <= sampler.temp)}"
+    kind = "seeded" if sampler.seeded else "sampled"
+    return f"{kind} from {max(b for b in BANDS if b <= sampler.temp)}"

@@ -34,6 +34,11 @@ def round_line(this: "Round", costs: Costs, rate: float) -> str:
     if not this.chances:
         return f"at {this.depth}: offered {this.offered} unread, {this.accepted} accepted"
     survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
+    if this.copied:
+        return (
+            f"at {this.depth}: looked up, survival {survival}; offered {this.offered}, "
+            f"took {milliseconds([this.verifying])} ms, {this.accepted} accepted"
+        )
     return (
         f"at {this.depth}: survival {survival}; ms to draft {milliseconds([this.drafting])}, "
         f"to verify 1.. rows {milliseconds(costs.verify(this.depth))}; {rate:.1f} tokens/s; "

@@ -54,6 +54,22 @@ def sampled_verify_length(chances: Floats, greedy: Floats, seconds: Floats, valu
     return len(chances)
 
 
+def contested(copied: Floats, drafted: Floats, agreed: int) -> tuple[list[float], list[float]]:
+    """Chances of two chains that share their first `agreed` tokens, each in the light of the other.
+
+    Where they first differ at most one is right: given that the copy would be with chance p and the
+    draft with chance c, independently, but not both, they are with p (1 - c) / (1 - p c) and
+    c (1 - p) / (1 - p c). Tokens that both propose have the greater of the two chances.
+    """
+    shared = [max(pair) for pair in zip(copied[:agreed], drafted[:agreed], strict=False)]
+    ours, others = shared + list(copied[agreed:]), shared + list(drafted[agreed:])
+    if agreed < min(len(copied), len(drafted)):
+        p, c = copied[agreed], drafted[agreed]
+        either = max(1 - p * c, 1e-9)
+        ours[agreed], others[agreed] = p * (1 - c) / either, c * (1 - p) / either
+    return ours, others
+
+
 def token_values(
     chances: Floats, seconds: Floats, draft: float, plain: float, rate: float
 ) -> list[float]:

@@ -164,7 +164,7 @@ def resolve(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{path} is no folder here and could not be had from the Hub: {reason}"
+            f"{path} is no folder here and could not be downloaded from the Hub: {reason}"
         ) from error
 
 

@@ -1,5 +1,7 @@
 """The dspine-mlx command: one file a subcommand."""
 
+import io
+import os
 import sys
 from types import TracebackType
 from typing import Annotated
@@ -13,6 +15,7 @@ from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
+from dspine_mlx.cli.options import SeveralValues
 from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.cli.train import app as train
@@ -25,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
+app.command(cls=SeveralValues)(generate)
 app.command()(convert)
 app.command()(inspect)
 app.command()(bench)
@@ -62,8 +65,17 @@ def one_sentence(
     typer.echo(f"dspine-mlx: {' '.join(str(error).split()) or kind.__name__}", err=True)
 
 
+def prepare_streams() -> None:
+    """A width that can't be one is as none, and a character that the locale lacks is a '?'."""
+    if not os.environ.get("COLUMNS", "1").strip("0"):
+        del os.environ["COLUMNS"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
+    prepare_streams()
     try:
         app()
     except InputError as error:

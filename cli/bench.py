@@ -86,11 +86,12 @@ def bench(
 ) -> None:
     """Measure speed against mlx-lm's own decoding, all ways in turn in one run.
 
-    Prints medians over all texts and runs: tokens per second after the first token, speed-up over
-    plain decoding of the same text in the same turn (and its range), tokens a round, how many texts
-    are plain decoding's, the first token that is not (and by how many nats the target prefers its
-    own there), time to the first token, peak memory, how many times as fast auto is on the same
-    text in the same turn; then where a round's time goes. On a Mac, run as root, also energy.
+    Prints medians over all texts and runs: tokens per second since the prompt was read, and of the
+    whole call; speed-up over plain decoding of the same text in the same turn (and its range), of
+    texts of 32 tokens or more; tokens per round; how many texts are plain decoding's, and the first
+    token that is not (and by how many nats the target prefers its own there); time to the first
+    token; peak memory; how many times as fast auto is on the same text in the same turn; then where
+    a round's time goes. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
     from dspine_mlx.cli.bench_runs import alone, at_once, load_pair
@@ -133,7 +134,7 @@ def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[st
     """What --json writes."""
     from importlib.metadata import version
 
-    from dspine_mlx.verify_length.costs import device_name
+    from dspine_mlx.verify_length.store import device_name
 
     packages = {name: version(name) for name in ("dspine-mlx", "mlx", "mlx-lm")}
     return {

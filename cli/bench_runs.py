@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import typer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rich.console import Console
 from rich.progress import track
 
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.bench_tables import show_crowd, show_depth
+from dspine_mlx.cli.screen import console
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
 from dspine_mlx.measure import energy
@@ -25,6 +25,7 @@ from dspine_mlx.measure.compare import (
     make_way,
     out_of_memory,
     summaries,
+    untimed,
     verify_length,
 )
 from dspine_mlx.measure.phases import split
@@ -94,10 +95,10 @@ def encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
 
 def run_all(steps: Iterator[Step], what: str, total: int) -> tuple[Step | None, bool]:
     """The last step, or the last one before Ctrl-C, and whether that was all."""
-    last = None
+    last, screen = None, console(stderr=True)
     try:
         for last in track(  # noqa: B007  # the last one has it all
-            steps, what, total, console=Console(stderr=True), transient=True
+            steps, what, total, console=screen, transient=True, disable=not screen.is_terminal
         ):
             pass
     except KeyboardInterrupt:
@@ -155,7 +156,7 @@ def add_energy(
 
 
 def count(run: Run, max_tokens: int, prompt: list[int]) -> int:
-    return sum(1 for _ in run(prompt, max_tokens))
+    return sum(1 for _ in run(prompt, max_tokens, untimed))
 
 
 def at_once(

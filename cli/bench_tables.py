@@ -6,20 +6,13 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dspine_mlx.cli.output import new_file
+from dspine_mlx.cli.screen import console, print_bars, print_table
 from dspine_mlx.errors import InputError
+from dspine_mlx.measure.clock import LEAST_TOKENS
 
 Row = dict[str, Any]
-
-
-def wide_console() -> Console:
-    """The terminal, or something wide enough for every column."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140
-    return console
 
 
 def label(way: str) -> str:
@@ -29,18 +22,18 @@ def label(way: str) -> str:
 
 
 def show_depth(result: Row) -> None:
-    console = wide_console()
-    console.print(f"\n{result['depth']} tokens of context before the prompt")
-    console.print(comparison_table(result["ways"]))
-    console.print(bars(result["ways"]))
+    screen = console()
+    screen.print(f"\n{result['depth']} tokens of context before the prompt")
+    print_table(screen, *comparison(result["ways"]))
+    show_ratios(screen, result["ways"])
     show_dropped(result)
     if result["splits"]:
-        console.print(
+        screen.print(
             "\nMilliseconds of a round in which each part is waited for. Normally they overlap: "
             "the sum may exceed the same round left alone. host is what remains: policy, Python, "
             "the reader of the text."
         )
-        console.print(split_table(result["splits"]))
+        print_table(screen, *split_rows(result["splits"]))
 
 
 def show_dropped(result: Row) -> None:
@@ -49,12 +42,12 @@ def show_dropped(result: Row) -> None:
 
 
 def show_crowd(result: Row) -> None:
-    console = wide_console()
-    console.print(f"\n{result['requests']} requests at once through dspine-mlx serve")
+    screen = console()
+    screen.print(f"\n{result['requests']} requests at once through dspine-mlx serve")
     rows = result["ways"]
-    table = aligned("", "tokens/s in all", "speed-up", "first text", "of the last", "decoded")
-    for row in rows:
-        table.add_row(
+    names = ["", "tokens/s in all", "speed-up", "first text", "of the last", "decoded"]
+    cells = [
+        (
             label(row["way"]),
             f"{row['tokens_per_second']:.1f}",
             ratio(row),
@@ -62,28 +55,40 @@ def show_crowd(result: Row) -> None:
             milliseconds(row["last_first_text_seconds"]),
             ", ".join(f"{path} {n}" for path, n in row["paths"].items()),
         )
-    console.print(table)
-    console.print(bars(rows))
+        for row in rows
+    ]
+    print_table(screen, names, cells)
+    show_ratios(screen, rows)
     show_dropped(result)
 
 
-def aligned(*names: str) -> Table:
-    """A first column of names, and numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    return table
+def show_ratios(screen: Console, rows: Sequence[Row]) -> None:
+    """Speed-ups as a bar chart, where texts were long enough to tell."""
+    told = [row for row in rows if row["speedup"] is not None]
+    if told:
+        print_bars(screen, ("", ""), [(label(row["way"]), row["speedup"]) for row in told])
+    short = sum(row["texts"] - row["texts_in_ratios"] for row in rows)
+    if short:
+        screen.print(
+            f"{short} of {sum(row['texts'] for row in rows)} texts have fewer than {LEAST_TOKENS} "
+            "tokens, too few for a speed-up; raise --max-tokens, or take prompts with longer "
+            "answers."
+        )
 
 
-def comparison_table(rows: Sequence[Row]) -> Table:
-    names = ["", "tokens/s", "speed-up", "a round", "same", "fork", "first", "GB"]
+Cells = tuple[list[str], list[list[str]]]  # names of columns, and rows
+
+
+def comparison(rows: Sequence[Row]) -> Cells:
+    names = ["", "tokens/s", "whole call", "speed-up", "per round", "same", "fork", "first", "GB"]
     energy = any("joules_per_token" in row for row in rows)
     auto = any(row["auto_speedup"] for row in rows)
-    table = aligned(*names, *["auto"] * auto, *["J/token"] * energy)
-    for row in rows:
-        table.add_row(
+    names += ["auto"] * auto + ["J/token"] * energy
+    return names, [
+        [
             label(row["way"]),
             f"{row['tokens_per_second']:.1f}",
+            f"{row['call_tokens_per_second']:.1f}",
             ratio(row),
             f"{row['acceptance_length']:.2f}",
             "-" if row["identical"] is None else f"{row['identical']}/{row['texts']}",
@@ -92,8 +97,9 @@ def comparison_table(rows: Sequence[Row]) -> Table:
             f"{row['peak_memory_gb']:.2f}",
             *([speed_of_auto(row)] * auto),
             *([f"{row['joules_per_token']:.3f}" if "joules_per_token" in row else ""] * energy),
-        )
-    return table
+        ]
+        for row in rows
+    ]
 
 
 def speed_of_auto(row: Row) -> str:
@@ -120,24 +126,13 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
 
 
-def bars(rows: Sequence[Row]) -> Table:
-    """Speed-ups as a bar chart."""
-    result = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    top = max(row["speedup"] or 0 for row in rows)
-    for row in rows:
-        speedup = row["speedup"] or 0
-        bar = "█" * round(40 * speedup / top) if top else ""
-        result.add_row(label(row["way"]), bar, f"{speedup:.2f}")
-    return result
-
-
-def split_table(splits: Sequence[Row]) -> Table:
-    phases = list(splits[0]["seconds"])
-    table = aligned("", "offered", *phases, "sum", "left alone")
+def split_rows(splits: Sequence[Row]) -> Cells:
+    names = ["", "offered", *splits[0]["seconds"], "sum", "left alone"]
+    rows = []
     for row in splits:
         times = [*row["seconds"].values(), sum(row["seconds"].values()), row["normal_seconds"]]
-        table.add_row(label(row["way"]), str(row["length"]), *(f"{1e3 * t:.1f}" for t in times))
-    return table
+        rows.append([label(row["way"]), str(row["length"]), *(f"{1e3 * t:.1f}" for t in times)])
+    return names, rows
 
 
 def check_plot() -> None:

@@ -59,12 +59,16 @@ def calibrate(
     """Fit the drafter's confidence to what the target accepts."""
     import mlx.core as mx
 
+    from dspine_mlx.arguments import check_whole
     from dspine_mlx.load import load
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length import fit
-    from dspine_mlx.verify_length.calibration import calibration_path, mode_of, save_calibrations
+    from dspine_mlx.verify_length.calibration import mode_of
+    from dspine_mlx.verify_length.store import calibration_path, save_calibrations
 
+    check_whole("--limit", limit, 1)
+    check_whole("--max-tokens", max_tokens, 1)
     check_new(output)
     check_new(plot)
     if plot is not None and not find_spec("matplotlib"):
@@ -132,27 +136,25 @@ def report(one: "Fit") -> dict[str, Any]:
 
 def show(mode: str, one: "Fit") -> None:
     """Each slot's T, b, s, and calibration error of the survival on held-out text."""
-    from rich.console import Console
-    from rich.table import Table
+    from dspine_mlx.cli.screen import console, print_table
 
-    table = Table(title=f"{mode}, {len(one.held_out.accepted)} held-out rounds", box=None)
-    for column in ("slot", "stood", "T", "b", "s", "error before", "after", "by chance"):
-        table.add_column(column, justify="right")
-    fitted = one.calibration
-    for slot in range(len(fitted.biases)):
-        table.add_row(
+    fitted, errors = one.calibration, (one.before, one.after, one.by_chance)
+    rows = [
+        [
             str(slot + 1),
             f"{(one.held_out.accepted > slot).mean():.0%}",
             f"{fitted.temperatures[slot]:.2f}",
             f"{fitted.biases[slot]:+.2f}",
             f"{fitted.slopes[slot]:+.2f}" if fitted.slopes else "",
-            f"{one.before[slot]:.1%}",
-            f"{one.after[slot]:.1%}",
-            f"{one.by_chance[slot]:.1%}",
-        )
-    means = [f"{errors.mean():.1%}" for errors in (one.before, one.after, one.by_chance)]
-    table.add_row("mean", "", "", "", "", *means)
-    Console(highlight=False).print(table)
+            *(f"{error[slot]:.1%}" for error in errors),
+        ]
+        for slot in range(len(fitted.biases))
+    ]
+    rows.append(["mean", "", "", "", "", *(f"{error.mean():.1%}" for error in errors)])
+    screen = console()
+    screen.print(f"{mode}, {len(one.held_out.accepted)} held-out rounds")
+    names = ["slot", "accepted", "T", "b", "s", "error before", "after", "by chance"]
+    print_table(screen, names, rows)
 
 
 def draw(fits: "dict[str, Fit]", path: Path) -> None:
@@ -160,7 +162,8 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
     import matplotlib
     import numpy as np
 
-    from dspine_mlx.verify_length.calibration import BINS, sigmoid, uncalibrated
+    from dspine_mlx.verify_length.calibration import sigmoid, uncalibrated
+    from dspine_mlx.verify_length.fit import BINS
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -168,16 +171,16 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(fits), figsize=(4 * len(fits), 4), squeeze=False)
     for ax, (mode, one) in zip(axes[0], fits.items(), strict=True):
         slots = len(one.calibration.biases)
-        stood = (one.held_out.accepted[:, None] > np.arange(slots)).ravel()
+        accepted = (one.held_out.accepted[:, None] > np.arange(slots)).ravel()
         ax.plot([0, 1], [0, 1], color="0.7")
         for name, calibration in (("before", uncalibrated(slots)), ("after", one.trial)):
             chances = sigmoid(calibration.log_odds(one.held_out.evidence))
             survival = np.cumprod(chances, axis=1).ravel()
             bins = np.minimum((survival * BINS).astype(int), BINS - 1)
             used = np.unique(bins)
-            means = [[x[bins == b].mean() for b in used] for x in (survival, stood)]
+            means = [[x[bins == b].mean() for b in used] for x in (survival, accepted)]
             ax.plot(*means, marker="o", label=name)
-        ax.set(title=mode, xlabel="predicted to stand", ylabel="stood")
+        ax.set(title=mode, xlabel="predicted to be accepted", ylabel="accepted")
         ax.legend()
     figure.tight_layout()
     with new_file(path) as part:

@@ -61,6 +61,15 @@ def convert(
             rich_help_panel=STORE,
         ),
     ] = False,
+    quant_predicate: Annotated[
+        str | None, typer.Option(help="Refused: a recipe for whole models.", hidden=True)
+    ] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", "-d", help="Refused: see --help.", hidden=True)
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Refused: no code is run.", hidden=True)
+    ] = False,
     upload_repo: Annotated[
         str | None,
         typer.Option(help="Also upload the result to this Hub repository.", rich_help_panel=STORE),
@@ -132,6 +141,7 @@ def convert(
     from dspine_mlx.convert.conversion import convert as run
     from dspine_mlx.convert.conversion import upload
 
+    refuse(quant_predicate, dequantize, trust_remote_code)
     if probe and target is None:
         raise InputError("--probe runs the target: name it with --target")
     if verify and codes_from_head:
@@ -172,14 +182,32 @@ def convert(
         raise typer.Exit(1)
 
 
+def refuse(quant_predicate: str | None, dequantize: bool, trust_remote_code: bool) -> None:
+    """mlx_lm.convert's flags that make no sense for a drafter."""
+    if quant_predicate is not None:
+        raise InputError(
+            "--quant-predicate mixes the bits of a whole model's layers; a drafter's large "
+            "matrices are packed alike, with -q and --q-bits"
+        )
+    if dequantize:
+        raise InputError(
+            "--dequantize can't bring a drafter's exact weights back; convert the published "
+            "checkpoint without -q"
+        )
+    if trust_remote_code:
+        raise InputError("--trust-remote-code is not needed: a drafter's folder has no code to run")
+
+
 class Bar:
     """A progress bar of bytes on standard error."""
 
     def __init__(self, hidden: bool):
-        from rich.console import Console
         from rich.progress import Progress
 
-        self.progress = Progress(console=Console(stderr=True), disable=hidden)
+        from dspine_mlx.cli.screen import console
+
+        screen = console(stderr=True)
+        self.progress = Progress(console=screen, disable=hidden or not screen.is_terminal)
         self.task = self.progress.add_task("Converting", total=None)
 
     def __enter__(self) -> "Bar":
@@ -227,8 +255,9 @@ def kind(dtype: object) -> str:
 
 def show(plan: "Plan", out: Path, dry_run: bool) -> None:
     if dry_run:
-        for line in lines(plan):
-            typer.echo(line)
+        from dspine_mlx.cli.screen import console, print_table
+
+        print_table(console(), *plan_rows(plan))
     for note in plan.notes:
         typer.echo(f"Note: {note}")
     done = "Would write" if dry_run else "Wrote"
@@ -238,22 +267,17 @@ def show(plan: "Plan", out: Path, dry_run: bool) -> None:
     )
 
 
-def lines(plan: "Plan") -> list[str]:
-    """The plan in columns: parameter, the tensors it comes from, shape, dtypes, bytes."""
-    rows = [("parameter", "from", "shape", "dtype", "stored", "bytes")]
+def plan_rows(plan: "Plan") -> tuple[list[str], list[list[str]]]:
+    """The plan in columns: parameter, shape, dtypes, bytes, the tensors it comes from."""
+    rows = []
     for item in plan.items:
         sources = "same" if item.sources == (item.path,) else " + ".join(item.sources)
         stored = kind(item.stored)
         if item.packing:
             stored = f"{item.packing['mode']} {item.packing['bits']} bits"
         shape = " x ".join(map(str, item.shape))
-        rows.append((item.path, sources, shape, kind(item.dtype), stored, f"{item.nbytes:,}"))
-    order = (0, 2, 3, 4, 5, 1)  # the sources last: some are long
-    widths = [max(len(row[i]) for row in rows) for i in order[:-1]]
-    return [
-        "  ".join([*(row[i].ljust(w) for i, w in zip(order, widths, strict=False)), row[1]])
-        for row in rows
-    ]
+        rows.append([item.path, shape, kind(item.dtype), stored, f"{item.nbytes:,}", sources])
+    return ["parameter", "shape", "dtype", "stored", "bytes", "from"], rows
 
 
 def run_verify(plan: "Plan", out: Path, result: dict[str, Any]) -> bool:
@@ -301,7 +325,7 @@ def run_probe(out: Path, target: str, result: dict[str, Any]) -> bool:
         else ""
     )
     typer.echo(
-        f"Probe: {found.acceptance_length:.2f} tokens a round over {found.rounds} rounds{verdict}",
+        f"Probe: {found.acceptance_length:.2f} tokens per round, of {found.rounds}{verdict}",
         err=True,
     )
     return not found.misread

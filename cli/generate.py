@@ -1,23 +1,25 @@
 """dspine-mlx generate: text from a target and a drafter."""
 
 import json
-import sys
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.prompting import (
+    apply_template,
+    has_template,
+    messages_of,
+    parse_object,
+    read_prompt,
+    readable,
+)
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from rich.table import Table
-
-    from dspine_mlx.round.statistics import GenerationResponse
 
 SAMPLING, CACHE, OUTPUT = "Sampling", "Cache", "Output"
 
@@ -40,14 +42,34 @@ def generate(
     trust_remote_code: Annotated[
         bool, typer.Option(help="Let the tokenizer run its own code.", rich_help_panel=PAIR)
     ] = False,
-    verify_length: Annotated[
-        str,
+    draft_quant: Annotated[
+        int | None,
         typer.Option(
-            help="Drafted tokens offered to the target a round: 'auto', or a number; 0 is plain "
-            "decoding.",
+            help="Quantise the drafter's large matrices to 4 or 8 bits while loading it.",
             rich_help_panel=PAIR,
         ),
-    ] = "auto",
+    ] = None,
+    verify_length: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafted tokens offered to the target per round: 'auto' (the default), or a "
+            "number; 0 is plain decoding.",
+            rich_help_panel=PAIR,
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(help="mlx-lm's name for --verify-length N.", rich_help_panel=PAIR),
+    ] = None,
+    quantize_activations: Annotated[
+        bool,
+        typer.Option(
+            "--quantize-activations",
+            "-qa",
+            help="Quantise the target's activations as its weights are.",
+            rich_help_panel=PAIR,
+        ),
+    ] = False,
     kernels: Annotated[
         str,
         typer.Option(
@@ -67,7 +89,7 @@ def generate(
         bool,
         typer.Option(
             "--explain",
-            help="Print a line for every round: chances, costs, the length chosen.",
+            help="A table of all rounds after the text: chances, costs, the length chosen.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -89,8 +111,18 @@ def generate(
     ignore_chat_template: Annotated[
         bool, typer.Option("--ignore-chat-template", help="Use the prompt as it is.")
     ] = False,
+    use_default_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--use-default-chat-template",
+            help="As in mlx_lm.generate, which always uses the tokenizer's chat template.",
+        ),
+    ] = False,
     extra_eos_token: Annotated[
-        list[str] | None, typer.Option(help="A further token that ends the text; repeatable.")
+        list[str] | None, typer.Option(help="Further tokens that end the text.")
+    ] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(help="Refused: drafters read text only.", hidden=True)
     ] = None,
     temp: Annotated[
         float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=SAMPLING)
@@ -156,6 +188,13 @@ def generate(
     prefill_step_size: Annotated[
         int, typer.Option(help="Prompt tokens in one forward.", rich_help_panel=CACHE)
     ] = 2048,
+    prompt_cache_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Caches of a prompt, from mlx_lm.cache_prompt; the new prompt follows it.",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
     show_accepted: Annotated[
         bool,
         typer.Option(
@@ -164,6 +203,18 @@ def generate(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats",
+            help="Also print how many rounds offered and accepted how many tokens.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    verbose: Annotated[
+        str,
+        typer.Option(help="As in mlx_lm.generate: False or F is --quiet.", rich_help_panel=OUTPUT),
+    ] = "True",
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object only.", rich_help_panel=OUTPUT),
@@ -175,49 +226,82 @@ def generate(
     """Generate text: the target's own, with a drafter that makes it come faster."""
     import mlx.core as mx
 
-    from dspine_mlx.generate import check_numbers, stream_generate
+    from dspine_mlx.arguments import (
+        check_cache_sizes,
+        check_kv_quantization,
+        check_max_tokens,
+        check_seed,
+        check_top_k,
+        vocabulary_of,
+    )
+    from dspine_mlx.cli import summary
+    from dspine_mlx.cli.prompt_cache import read_saved_prompt
+    from dspine_mlx.generate import stream_generate
     from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length.schedule import prepare
 
-    check_numbers(max_tokens, "auto", prefill_step_size, max_kv_size)
+    if image:
+        raise InputError("--image can't be used: drafters read text; see mlx_lm.generate")
+    check_max_tokens(max_tokens)
+    check_cache_sizes(prefill_step_size, max_kv_size)
+    check_kv_quantization(kv_bits, kv_group_size, quantized_kv_start)
+    length = parse_verify_length(verify_length, num_draft_tokens)
     text = read_prompt(prompt)
     template = parse_object("--chat-template-args", chat_template_args)
-    length = parse_verify_length(verify_length)
     sampler = Sampler(temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
     if seed is not None:  # as mlx_lm.generate: before loading, which draws initial weights
+        check_seed(seed)
         mx.random.seed(seed)
+    saved = None
+    if prompt_cache_file is not None:
+        saved = read_saved_prompt(prompt_cache_file, model, kv_bits, kv_group_size)
+        model = saved.model
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+    tokenizer_config = {} if saved is None else saved.tokenizer_config
     target, tokenizer, drafter = load(
         model,
         draft_model,
         kernels=kernels,
+        draft_quant=draft_quant,
         adapter_path=adapter_path,
-        tokenizer_config={"trust_remote_code": trust_remote_code},
+        tokenizer_config=tokenizer_config | {"trust_remote_code": trust_remote_code},
+        model_config={"quantize_activations": True} if quantize_activations else {},
     )
+    if drafter is None and length != 0:
+        typer.echo(
+            "No drafter: plain decoding. --draft-model names one that was trained for this model.",
+            err=True,
+        )
     for token in extra_eos_token or []:
-        add_eos_token(tokenizer, token)
+        add_eos_token(tokenizer, readable("--extra-eos-token", token))
+    if sampler.temp > 0:
+        check_top_k(top_k, vocabulary_of(target) or tokenizer.vocab_size)
+    rounds: list[str] = []
     if drafter is not None and length == "auto":
-        line = partial(typer.echo, err=True) if explain else None
-        prepare(drafter, profile=not no_profile, explain=line)
+        prepare(drafter, profile=not no_profile, explain=rounds.append if explain else None)
     special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.generate
-    sampler = replace(sampler, xtc_special_tokens=special)
+    sampler = replace(sampler, xtc_special_tokens=special, seeded=seed is not None)
     if not ignore_chat_template and has_template(tokenizer, system_prompt):
-        tokens = apply_template(tokenizer, text, system_prompt, prefill_response, template)
+        messages = messages_of(text, system_prompt, prefill_response)
+        tokens = apply_template(tokenizer, messages, template, as_suffix=saved is not None)
     else:
         tokens = tokenizer.encode(text)
+    if saved is not None:
+        saved.check_target(target)
     if model is not None:
-        check_context(read_config(resolve(model)), len(tokens))
+        before = 0 if saved is None else saved.tokens
+        check_context(read_config(resolve(model)), before + len(tokens))
     responses = stream_generate(
         target,
         tokenizer,
         tokens,
         drafter,
         max_tokens=max_tokens,
-        # With a seed, mlx-lm's own function: compared with row by row, its draws give its text.
-        sampler=sampler if seed is None else sampler.function,
+        sampler=sampler,
+        prompt_cache=None if saved is None else saved.caches,
         verify_length=length,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,
@@ -226,26 +310,15 @@ def generate(
         quantized_kv_start=quantized_kv_start,
     )
     if as_json:
-        typer.echo(json.dumps(report(responses)))
-    else:
-        last = show(responses, show_accepted)
-        if not quiet:
-            summary(last)
-
-
-def read_prompt(prompt: str | None) -> str:
-    if prompt is None:
-        raise InputError("there is no prompt; give one with -p TEXT, or '-p -' for standard input")
-    if prompt == "-":
-        try:
-            text = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"standard input is not UTF-8: {error}") from error
-    else:
-        text = prompt.replace("\\n", "\n").replace("\\t", "\t")
-    if not text:
-        raise InputError("the prompt is empty; give at least one token")
-    return text
+        typer.echo(json.dumps(summary.report(responses)))
+        return
+    last = summary.show(responses, show_accepted)
+    if rounds:
+        summary.show_rounds(rounds)
+    if stats:
+        summary.show_statistics(last)
+    if not quiet and verbose.lower() not in ("false", "f"):
+        summary.summary(last)
 
 
 def add_eos_token(tokenizer: "TokenizerWrapper", token: str) -> None:
@@ -255,126 +328,15 @@ def add_eos_token(tokenizer: "TokenizerWrapper", token: str) -> None:
         raise InputError(f"--extra-eos-token {token!r} is no token of this model") from error
 
 
-def parse_object(flag: str, value: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise InputError(f"{flag} is {value!r}; it must be a JSON object")
-    own = parsed.keys() & {"add_generation_prompt", "continue_final_message"}
-    if own:
-        raise InputError(f"{flag} sets {', '.join(own)}, which --prefill-response decides")
-    return parsed
-
-
-def parse_verify_length(value: str) -> int | str:
-    if value == "auto":
-        return value
-    if not value.isdecimal():
+def parse_verify_length(value: str | None, num_draft_tokens: int | None) -> int | str:
+    if num_draft_tokens is not None:
+        if value is not None:
+            raise InputError("--num-draft-tokens is --verify-length under another name; give one")
+        if num_draft_tokens < 0:
+            raise InputError(f"--num-draft-tokens is {num_draft_tokens}; it must be at least 0")
+        return num_draft_tokens
+    if value is None or value == "auto":
+        return "auto"
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
         raise InputError(f"--verify-length is {value!r}; it must be 'auto' or a number from 0 on")
     return int(value)
-
-
-def has_template(tokenizer: "TokenizerWrapper", system_prompt: str | None) -> bool:
-    if not tokenizer.has_chat_template:
-        if system_prompt is not None:
-            raise InputError(
-                "this tokenizer has no chat template, so --system-prompt can't be used"
-            )
-        typer.echo("This tokenizer has no chat template; the prompt is used as it is.", err=True)
-    return tokenizer.has_chat_template
-
-
-def apply_template(
-    tokenizer: "TokenizerWrapper",
-    prompt: str,
-    system_prompt: str | None,
-    prefill_response: str | None,
-    arguments: dict[str, Any],
-) -> list[int]:
-    messages = [{"role": "user", "content": prompt}]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    prefilled = prefill_response is not None
-    if prefill_response is not None:
-        messages.append({"role": "assistant", "content": prefill_response})
-    return tokenizer.apply_chat_template(
-        messages,
-        continue_final_message=prefilled,
-        add_generation_prompt=not prefilled,
-        **arguments,
-    )
-
-
-def show(responses: "Iterator[GenerationResponse]", by_origin: bool) -> "GenerationResponse":
-    """Print the text as it comes; by_origin colours what was drafted (on a terminal)."""
-    for response in responses:
-        drafted = by_origin and response.from_draft
-        typer.echo(typer.style(response.text, fg="green") if drafted else response.text, nl=False)
-    typer.echo()
-    return response
-
-
-def report(responses: "Iterator[GenerationResponse]") -> dict[str, Any]:
-    """The object that --json prints."""
-    text, tokens = "", []
-    for last in responses:
-        text += last.text
-        tokens.append(last.token)
-    statistics = last.statistics
-    return {
-        "text": text,
-        "tokens": tokens,
-        "prompt_tokens": last.prompt_tokens,
-        "generation_tokens": last.generation_tokens,
-        "prompt_tps": last.prompt_tps,
-        "generation_tps": last.generation_tps,
-        "rounds": statistics.rounds,
-        "acceptance_length": statistics.acceptance_length,
-        "accepted_histogram": histogram(statistics.accepted_histogram),
-        "verify_lengths": histogram(statistics.verify_lengths),
-        "peak_memory_gb": last.peak_memory,
-        "finish_reason": last.finish_reason,
-    }
-
-
-def histogram(counts: dict[int, int]) -> dict[str, int]:
-    return {str(key): counts[key] for key in sorted(counts)}
-
-
-def summary(last: "GenerationResponse") -> None:
-    """Speed and acceptance on standard error."""
-    from rich.console import Console
-    from rich.table import Table
-
-    statistics = last.statistics
-    table = Table(show_header=False, box=None, padding=(0, 2))
-    table.add_row("prompt", f"{last.prompt_tokens} tokens", f"{last.prompt_tps:.1f} tokens/s")
-    table.add_row(
-        "generation", f"{last.generation_tokens} tokens", f"{last.generation_tps:.1f} tokens/s"
-    )
-    if statistics.rounds:
-        table.add_row(
-            "acceptance",
-            f"{statistics.acceptance_length:.2f} tokens a round",
-            f"{statistics.rounds} rounds, {statistics.accepted} of {statistics.drafted} drafted "
-            "tokens accepted",
-        )
-    table.add_row("peak memory", f"{last.peak_memory:.2f} GB", "")
-    console = Console(stderr=True, highlight=False)
-    console.print(table)
-    if statistics.verdict:
-        console.print(f"  {statistics.verdict}", soft_wrap=True)
-    if statistics.rounds:
-        console.print(histogram_table(statistics.accepted_histogram))
-
-
-def histogram_table(counts: "Counter[int]") -> "Table":
-    from rich.table import Table
-
-    table = Table("accepted", "rounds", "", box=None, padding=(0, 2))
-    for n in range(max(counts) + 1):
-        bar = "█" * round(40 * counts[n] / max(counts.values()))
-        table.add_row(str(n), str(counts[n]), bar)
-    return table

@@ -1,13 +1,18 @@
-"""dspine-mlx inspect: what a drafter's folder is."""
+"""dspine-mlx inspect: what a drafter's or target's folder is."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dspine_mlx.errors import InputError
+
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="A drafter's folder or Hub id, converted or not.")],
+    path: Annotated[
+        str, typer.Argument(help="A drafter, converted or not, or a target: folder or Hub id.")
+    ],
     revision: Annotated[str | None, typer.Option(help="Revision on the Hub.")] = None,
     check_weights: Annotated[
         bool,
@@ -18,11 +23,11 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Say what a drafter is: method, layout, the target it fits, sizes, and any problems."""
-    from dspine_mlx.convert.report import report
+    """Say what a drafter is: method, layout, the target it fits, sizes, and any problems. Of a
+    target: its kind and sizes."""
     from dspine_mlx.load import resolve
 
-    facts = report(resolve(path, revision), check_weights)
+    facts = facts_of(resolve(path, revision), check_weights)
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -31,11 +36,26 @@ def inspect(
         raise typer.Exit(1)
 
 
+def facts_of(folder: Path, check_weights: bool) -> dict[str, Any]:
+    from dspine_mlx.checkpoints.files import read_config
+    from dspine_mlx.convert.report import report
+    from dspine_mlx.target.facts import is_target, target_facts
+
+    try:
+        return report(folder, check_weights)
+    except InputError:
+        if is_target(read_config(folder)):
+            return target_facts(folder)
+        raise
+
+
 def show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, show_header=False)
+    from dspine_mlx.cli.screen import console
+
+    table = Table("", "", box=None, show_header=False)
+    table.columns[1].overflow = "fold"
     for name, value in facts.items():
         if value in (None, [], {}):
             continue
@@ -43,7 +63,9 @@ def show(facts: dict[str, Any]) -> None:
             value = ", ".join(f"{k} {v}" for k, v in value.items() if not isinstance(v, dict))
         elif isinstance(value, list):
             value = ", ".join(map(str, value))
-        elif type(value) is int:
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        elif isinstance(value, int):
             value = f"{value:,}"
         table.add_row(name.replace("_", " "), str(value))
-    Console().print(table, markup=False)
+    console().print(table, markup=False)

@@ -228,7 +228,6 @@ def interruptible() -> "Iterator[Event]":
 
 
 def progress_bar() -> "Progress":
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -237,13 +236,23 @@ def progress_bar() -> "Progress":
         TimeRemainingColumn,
     )
 
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+    from dspine_mlx.cli.screen import console
+
+    screen = console(stderr=True)
+    what = TextColumn("{task.description}")
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=screen, disable=not screen.is_terminal)
 
 
 @app.command("regenerate")
 def regenerate(
-    data: Annotated[Path, typer.Argument(help=DATA)],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="JSONL of chats, or prompts as bench and calibrate take them: .jsonl, or a prompt "
+            "per line."
+        ),
+    ],
     output: Annotated[Path, typer.Argument(help="JSONL to append to; a stopped run goes on.")],
     model: Annotated[str, typer.Option(help=TARGET)],
     temperature: Annotated[
@@ -257,19 +266,23 @@ def regenerate(
 ) -> None:
     """Rewrite the answers of DATA with the target itself, in batches: what a drafter must learn."""
     import mlx.core as mx
-    import mlx_lm
 
+    from dspine_mlx.arguments import check_seed, check_whole
     from dspine_mlx.load import resolve
-    from dspine_mlx.train.data import Problems, read_chats
+    from dspine_mlx.target.open import open_target
+    from dspine_mlx.train.data import Problems, read_prompts
     from dspine_mlx.train.regenerate import regenerate as rewrite
 
+    check_seed(seed)
+    check_whole("--max-tokens", max_tokens, 1)
+    check_whole("--batch-size", batch_size, 1)
     problems = Problems(data, strict)
-    chats = [chat for chat in read_chats(problems) if len(chat.messages) > 1]
+    chats = [chat for chat in read_prompts(problems) if len(chat.messages) > 1]
     for message in problems.lines:
         typer.echo(message, err=True)
     if not chats:
-        raise InputError(f"{data} has no prompt with an answer")
-    target, tokenizer = mlx_lm.load(str(resolve(model)))
+        raise InputError(f"{data} has no prompt that can be answered")
+    target, tokenizer = open_target(resolve(model), model)
     mx.random.seed(seed)
     with progress_bar() as bar:
         task = bar.add_task("answers", total=len(chats))
@@ -296,8 +309,12 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Acceptance on held-out prompts: by the real loop, by slot, and beside prompt lookup."""
+    from dspine_mlx.arguments import check_seed, check_whole
     from dspine_mlx.train.evaluate import measure
 
+    check_seed(seed)
+    check_whole("--prompts", prompts, 1)
+    check_whole("--max-tokens", max_tokens, 1)
     with progress_bar() as bar:
         task = bar.add_task("prompts", total=None)
 
@@ -312,7 +329,7 @@ def evaluate(
         part = report[name]
         low, high = part["interval"]
         typer.echo(
-            f"{name}: {part['acceptance_length']:.2f} tokens a round ({low:.2f} to {high:.2f}), "
+            f"{name}: {part['acceptance_length']:.2f} tokens per round ({low:.2f} to {high:.2f}), "
             f"prompt lookup {part['prompt_lookup']:.2f}"
         )
         typer.echo("  by slot: " + " ".join(f"{rate:.2f}" for rate in part["slots"]))

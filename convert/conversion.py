@@ -27,6 +27,7 @@ from dspine_mlx.drafters.transfer_space import (
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_target, resolve
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import opening
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -135,7 +136,9 @@ def source_folder(path: str | Path, revision: str | None) -> Path:
 
 
 def load_target(path: str | Path) -> Target:
-    return Target(mlx_lm.utils.load_model(resolve(path), lazy=True)[0])
+    folder = resolve(path)
+    with opening(str(path)):
+        return Target(mlx_lm.utils.load_model(folder, lazy=True)[0])
 
 
 def equal_embeddings(checkpoint: Checkpoint, target: Target) -> dict[str, str]:

@@ -42,7 +42,8 @@ class Package(ModuleType):
     """
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        """The public names, as completion should offer them."""
+        return sorted(__all__)
 
     def __getattr__(self, name: str) -> Any:
         if name not in HOMES:

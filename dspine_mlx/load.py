@@ -1,5 +1,6 @@
 """Loading: a folder or Hub id to target, tokenizer and drafter."""
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,15 +8,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.checkpoints.files import read_config
+from dspine_mlx.checkpoints.names import pattern_of
 from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
-from dspine_mlx.checkpoints.packing import stated_packing
+from dspine_mlx.checkpoints.packing import packing_of, stated_packing
+from dspine_mlx.checkpoints.rope import assumed_rope_theta, states_rope_theta
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
@@ -23,7 +25,9 @@ from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import open_target
 
+log = logging.getLogger(__name__)
 DRAFTER_FILES = ("*.json", "*.safetensors")
 DEMO = Path(__file__).parent / "demo"
 
@@ -35,13 +39,14 @@ def load(
     revision: str | None = None,
     draft_revision: str | None = None,
     kernels: str = "auto",
+    draft_quant: int | None = None,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
     """A target, its tokenizer, and a drafter bound to it.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
-    comes without a drafter (None). kernels: see `load_drafter`. options go to mlx_lm.load
-    (tokenizer_config, adapter_path ...).
+    comes without a drafter (None). kernels, draft_quant: see `load_drafter`. options go to
+    mlx_lm.load (tokenizer_config, adapter_path ...).
     """
     if model is None and draft is None:
         model, draft = DEMO / "target", DEMO / "drafter"
@@ -51,19 +56,22 @@ def load(
         read_config(resolve(draft, draft_revision))
     folder = resolve(model, revision, DEFAULT_ALLOW_PATTERNS)
     read_config(folder)
-    try:
-        target, tokenizer = mlx_lm.load(str(folder), **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{model} can't be loaded as a target: {reason}") from error
+    target, tokenizer = open_target(folder, str(model), **options)
     if draft is None:
         return target, tokenizer, None
-    drafter = load_drafter(draft, target, revision=draft_revision, kernels=kernels)
+    drafter = load_drafter(
+        draft, target, revision=draft_revision, kernels=kernels, draft_quant=draft_quant
+    )
     return target, tokenizer, drafter
 
 
 def load_drafter(
-    path: str | Path, model: nn.Module, *, revision: str | None = None, kernels: str = "auto"
+    path: str | Path,
+    model: nn.Module,
+    *,
+    revision: str | None = None,
+    kernels: str = "auto",
+    draft_quant: int | None = None,
 ) -> Drafter:
     """A drafter from a folder or the Hub, bound to the target's embedding and head.
 
@@ -73,17 +81,26 @@ def load_drafter(
 
     kernels: "auto" runs the package's Metal kernels where there is Metal and they pass their check
     at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
+    draft_quant: 4 or 8 packs the drafter's large matrices to so many bits; None: as they come.
     """
+    check_draft_quant(draft_quant)
     chosen = Kernels(kernels)
     folder, target = resolve(path, revision), Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
-    drafter = assemble_drafter(checkpoint, target, chosen)
+    if not states_rope_theta(checkpoint.raw):
+        log.warning("%s: %s", path, assumed_rope_theta(checkpoint.config.rope_theta))
+    drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
     drafter.folder = folder
     return drafter
 
 
-def assemble_drafter(checkpoint: Checkpoint, target: Target, kernels: Kernels = OFF) -> Drafter:
+def assemble_drafter(
+    checkpoint: Checkpoint,
+    target: Target,
+    kernels: Kernels = OFF,
+    draft_quant: int | None = None,
+) -> Drafter:
     """The drafter of an opened checkpoint, with its weights, bound to a target."""
     with same_random_state():
         network = checkpoint.build()
@@ -95,6 +112,8 @@ def assemble_drafter(checkpoint: Checkpoint, target: Target, kernels: Kernels = 
         weights[CODES] = rebuilt_codes({name: weights.pop(name) for name in SPACE}, target)
     network.load_weights(list(weights.items()))
     network.set_dtype(target.dtype)
+    if draft_quant is not None:
+        pack_large(network, checkpoint.method.large, draft_quant)
     network.freeze()
     mx.eval(
         [value for m in network.modules() for value in m.values() if isinstance(value, mx.array)]
@@ -114,7 +133,10 @@ def resolve(
     path: str | Path, revision: str | None = None, patterns: Sequence[str] = DRAFTER_FILES
 ) -> Path:
     """The local folder of a model; a Hub id is downloaded first (resumed, with progress)."""
-    folder = Path(path).expanduser()
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody, or ~ of a user without a home
+        raise InputError(f"{path} can't be found: {error}") from error
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -137,7 +159,7 @@ def check_context(config: dict[str, Any], prompt_tokens: int) -> None:
     if context is not None and prompt_tokens >= context:
         raise InputError(
             f"the prompt has {prompt_tokens} tokens; the model's context holds {context}, "
-            "the answer included"
+            "the answer included: shorten the prompt"
         )
 
 
@@ -186,6 +208,23 @@ def quantize_like(network: DFlash, paths: Collection[str], config: Mapping[str, 
                 f"of {how['group_size']}"
             )
         return how
+
+    nn.quantize(network, class_predicate=packed)
+
+
+def check_draft_quant(bits: int | None) -> None:
+    if bits is not None and (type(bits) is not int or bits not in (4, 8)):
+        raise InputError(f"draft_quant is {bits!r}; it must be 4 or 8 bits, or left out")
+
+
+def pack_large(network: DFlash, large: Collection[str], bits: int) -> None:
+    """Quantise a loaded drafter's large matrices, those that `convert --quantize` packs."""
+    packing = packing_of("affine", bits, None)
+
+    def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        plain = isinstance(module, nn.Linear | nn.Embedding)
+        fits = plain and module.weight.shape[-1] % packing["group_size"] == 0
+        return packing if fits and pattern_of(f"{path}.weight") in large else False
 
     nn.quantize(network, class_predicate=packed)
 

@@ -55,6 +55,17 @@ class Tensor:
 Tensors = dict[str, Tensor]
 
 
+def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
+    """The value of JSON that anybody may have written; whatever `json` raises is an `InputError`:
+    bad syntax, bytes that are no text, numbers of too many digits, too deep nesting."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not valid JSON: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `InputError` for anything else, repeated keys included.
 
@@ -74,12 +85,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON:
         raise InputError(f"{path} has {path.stat().st_size} bytes; no config or index is that long")
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text, object_pairs_hook=unique)
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {error.strerror}") from error
+    value = parse_json(data, path, object_pairs_hook=unique)
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
     return value
@@ -184,10 +193,7 @@ def read_header(file: Path) -> Tensors:
                 "no safetensors file"
             )
         raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} has a header that is not JSON: {error}") from error
+    header = parse_json(raw, f"the header of {file}")
     if not isinstance(header, dict):
         raise InputError(f"{file} has a header that is no JSON object")
     header.pop("__metadata__", None)

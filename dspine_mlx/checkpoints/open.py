@@ -27,6 +27,7 @@ from dspine_mlx.checkpoints.names import (
     published,
     unknown,
 )
+from dspine_mlx.checkpoints.rope import assumed_rope_theta, states_rope_theta
 from dspine_mlx.checkpoints.shapes import match_by_shape
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
@@ -57,8 +58,11 @@ class Checkpoint:
 
     def build(self) -> DFlash:
         """The network with these settings; its weights are whatever modules start from."""
-        network = self.method.network(self.config)
-        network.add_own_embeddings(self.sources)
+        try:
+            network = self.method.network(self.config)
+            network.add_own_embeddings(self.sources)
+        except OverflowError as error:  # a product of sizes that each are within their limits
+            raise InputError(f"the drafter's config.json has too large sizes: {error}") from error
         return network
 
     @property
@@ -201,6 +205,8 @@ def open_checkpoint(
     if fields.get("first_slot") is None:
         fields["first_slot"] = method.config.first_slot
     drafter_config = method.config.from_dict(fields)
+    if not states_rope_theta(config):
+        notes += (assumed_rope_theta(drafter_config.rope_theta),)
     if drafter_config.mask_token_id >= drafter_config.vocab_size:
         raise InputError(
             f"mask_token_id {drafter_config.mask_token_id} is outside the vocabulary of "

@@ -1,6 +1,6 @@
 """A drafter: a network bound to the target that it drafts for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
+from dspine_mlx.verify_length.misfit import Misfit
 
 if TYPE_CHECKING:
     from dspine_mlx.drafters.dflash import DFlash
@@ -31,6 +32,7 @@ class Drafter:
     kernels: Kernels = OFF
     folder: Path | None = None  # that it was loaded from
     schedule: "Schedule | None" = None  # what "auto" has learnt; made at first use
+    misfit: Misfit = field(default_factory=Misfit)  # of all its texts
 
     @property
     def config(self) -> DrafterConfig:

@@ -1,7 +1,6 @@
 """Net speed against mlx-lm's own decoding, measured in one run on the user's machine."""
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,10 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import resolve
+from dspine_mlx.measure.clock import LEAST_TOKENS, Clock, mlx_lm_speculative
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse
+from dspine_mlx.target.open import open_target
 
 PLAIN, AUTO, MLX_LM = "plain", "auto", "mlx-lm-draft:"
 
@@ -35,7 +36,12 @@ class Pair:
     sampler: Sampler
 
 
-Run = Callable[[list[int], int], Iterator[Any]]  # prompt, max_tokens -> responses
+Progress = Callable[[int, int], None]  # prompt tokens done, of how many
+Run = Callable[[list[int], int, Progress], Iterator[Any]]  # prompt, max_tokens -> responses
+
+
+def untimed(done: int, total: int) -> None:
+    """No clock: for a run that is only a warm-up or counted."""
 
 
 def verify_length(way: str) -> int | str | None:
@@ -53,19 +59,23 @@ def verify_length(way: str) -> int | str | None:
 def make_way(way: str, pair: Pair) -> Run:
     """plain, auto, fixed:N or mlx-lm-draft:MODEL."""
     length = verify_length(way)
-    if length is None:
-        draft_model = None if way == PLAIN else load_draft_model(way.removeprefix(MLX_LM), pair)
-        return lambda prompt, n: mlx_lm.stream_generate(
+    if way == PLAIN:
+        return lambda prompt, n, progress: mlx_lm.stream_generate(
             pair.model,
             pair.tokenizer,
             prompt,
             max_tokens=n,
             sampler=pair.sampler,
-            draft_model=draft_model,
+            prompt_progress_callback=progress,
+        )
+    if length is None:
+        models = pair.model, load_draft_model(way.removeprefix(MLX_LM), pair)
+        return lambda prompt, n, progress: mlx_lm_speculative(
+            models, pair.tokenizer, prompt, progress, max_tokens=n, sampler=pair.sampler
         )
     if pair.drafter is None:
         raise InputError(f"{way} needs a drafter; give --draft-model")
-    return lambda prompt, n: stream_generate(
+    return lambda prompt, n, progress: stream_generate(
         pair.model,
         pair.tokenizer,
         prompt,
@@ -73,12 +83,13 @@ def make_way(way: str, pair: Pair) -> Run:
         max_tokens=n,
         sampler=pair.sampler,
         verify_length=length,
+        prompt_progress_callback=progress,
     )
 
 
 def load_draft_model(path: str, pair: Pair) -> nn.Module:
     """A whole model that mlx-lm's own speculative decoding drafts with."""
-    model, tokenizer = mlx_lm.load(str(resolve(path)))
+    model, tokenizer = open_target(resolve(path), path)
     if tokenizer.vocab_size != pair.tokenizer.vocab_size:
         raise InputError(
             f"{path} has a vocabulary of {tokenizer.vocab_size} tokens, the target's has "
@@ -89,38 +100,41 @@ def load_draft_model(path: str, pair: Pair) -> nn.Module:
 
 @dataclass
 class Measurement:
-    """One text: seconds to the first token, tokens per second after it, and what came out."""
+    """One text: its speeds, and what came out."""
 
-    first_token: float
-    tokens_per_second: float
+    first_token: float  # seconds from the call to the first token
+    tokens_per_second: float  # since prefill ended
+    call_tokens_per_second: float  # of the whole call, prefill included
     tokens: list[int]
     acceptance_length: float
     peak_memory: float  # GB
     verify_lengths: Counter[int] = field(default_factory=Counter)
 
+    @property
+    def long_enough(self) -> bool:
+        """Whether its speed is worth a ratio."""
+        return len(self.tokens) >= LEAST_TOKENS and self.tokens_per_second > 0
+
 
 def measure(run: Run, prompt: list[int], max_tokens: int, seed: int) -> Measurement:
     mx.random.seed(seed)
     mx.reset_peak_memory()
-    start = time.perf_counter()
-    first = 0.0
     tokens: list[int] = []
     drafted = 0
     response: Any = None
-    for response in run(prompt, max_tokens):
-        if not tokens:
-            first = time.perf_counter()
+    clock = Clock()
+    for response in run(prompt, max_tokens, clock.progress):
+        clock.token()
         tokens.append(response.token)
         drafted += response.from_draft
-    seconds = time.perf_counter() - first
     # Every round ends with a token that is no draft, but for one that max_tokens has cut.
     rounds = len(tokens) - drafted + response.from_draft
     acceptance, lengths = len(tokens) / rounds, Counter[int]()
     if isinstance(response, GenerationResponse) and response.rounds:
         acceptance, lengths = response.acceptance_length, response.verify_lengths
-    speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
     memory = mx.get_peak_memory() / 1e9
-    return Measurement(first - start, speed, tokens, acceptance, memory, lengths)
+    speeds = clock.first_token, clock.decoding_speed, clock.call_speed
+    return Measurement(*speeds, tokens, acceptance, memory, lengths)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -162,10 +176,13 @@ class Comparison:
         return list(zip(*flat, strict=False))
 
     def ratios(self, way: str, other: str) -> list[float]:
-        """How many times as fast as the other, in ascending order."""
+        """How many times as fast as the other, in ascending order, of texts that are long enough
+        to tell."""
         matched = self.matched(way, other)
         return sorted(
-            a.tokens_per_second / b.tokens_per_second for a, b in matched if b.tokens_per_second
+            a.tokens_per_second / b.tokens_per_second
+            for a, b in matched
+            if a.long_enough and b.long_enough
         )
 
     def summary(self, way: str) -> dict[str, Any]:
@@ -177,6 +194,7 @@ class Comparison:
         return {
             "way": way,
             "tokens_per_second": median(m.tokens_per_second for m in flat),
+            "call_tokens_per_second": median(m.call_tokens_per_second for m in flat),
             "speedup": median(ratios) if ratios else None,
             "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
             "auto_speedup": median(auto) if auto else None,
@@ -186,6 +204,7 @@ class Comparison:
             "peak_memory_gb": max(m.peak_memory for m in flat),
             "identical": sum(m.tokens == p.tokens for m, p in pairs),
             "texts": len(pairs),
+            "texts_in_ratios": len(ratios),
         }
 
     def verify_lengths(self, way: str) -> Counter[int]:
@@ -249,7 +268,7 @@ def compare(
     for way in list(comparison.ways):
         comparison.runs[way] = []
         with comparison.surviving(way, ValueError):  # a target that can't be drafted for
-            for _ in runs[way](prompts[0], 8):  # warm-up
+            for _ in runs[way](prompts[0], 8, untimed):  # warm-up
                 pass
     for prompt in prompts:
         row: dict[str, list[Measurement]] = {way: [] for way in comparison.ways}

@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
+from dspine_mlx.checkpoints.files import parse_json
 from dspine_mlx.errors import InputError
 
 Messages = list[dict[str, str]]
@@ -32,11 +33,15 @@ def load_suite(name: str, limit: int, warn: Callable[[str], None]) -> list[Messa
 
 
 def from_file(path: Path, warn: Callable[[str], None]) -> Iterator[Messages]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be read as UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if path.suffix != ".jsonl":
-            yield [{"role": "user", "content": line}]
+            yield [{"role": "user", "content": line.rstrip("\r")}]
             continue
         messages = parse(line)
         if messages is None:
@@ -48,13 +53,13 @@ def from_file(path: Path, warn: Callable[[str], None]) -> Iterator[Messages]:
 def parse(line: str) -> Messages | None:
     """The prompt in one line of JSON; a conversation ends before its last answer."""
     try:
-        entry: Any = json.loads(line)
-    except ValueError:
+        entry = parse_json(line, "a prompt")
+    except InputError:
         return None
     if not isinstance(entry, dict):
         return None
     if isinstance(entry.get("messages"), list):
-        messages = [m for m in entry["messages"] if isinstance(m, dict) and m.keys() >= MESSAGE]
+        messages = [m for m in entry["messages"] if is_message(m)]
         while messages and messages[-1]["role"] != "user":
             messages.pop()
         return messages or None
@@ -67,7 +72,10 @@ def parse(line: str) -> Messages | None:
     return None
 
 
-MESSAGE = {"role", "content"}
+def is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def missing(suite: str, package: str, error: ImportError) -> InputError:

@@ -23,9 +23,9 @@ from dspine_mlx.measure.compare import Pair, add_margins, compare, summaries
 from dspine_mlx.measure.doctor import Finding, examine
 from dspine_mlx.measure.phases import split
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.verify_length.costs import device_name, structure
+from dspine_mlx.verify_length.on_file import calibrations_on_file, costs_on_file
 from dspine_mlx.verify_length.schedule import prepare
-from dspine_mlx.verify_length.store import calibrations_on_file, costs_on_file
+from dspine_mlx.verify_length.store import device_name, structure
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -156,10 +156,11 @@ def as_text(facts: Mapping[str, Any]) -> str:
 
 
 def bench_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| way | tokens/s | speed-up | tokens a round | same text |"
+    yield "| way | tokens/s | speed-up | tokens per round | same text |"
     yield "| --- | --- | --- | --- | --- |"
     for row in rows:
+        speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
         yield (
-            f"| {row['way']} | {row['tokens_per_second']:.1f} | {row['speedup'] or 0:.2f} "
+            f"| {row['way']} | {row['tokens_per_second']:.1f} | {speedup} "
             f"| {row['acceptance_length']:.2f} | {row['identical']}/{row['texts']} |"
         )

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, BinaryIO
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.measure.clock import LEAST_TOKENS
 from dspine_mlx.measure.compare import PLAIN, verify_length
 from dspine_mlx.measure.prompts import Messages
 
@@ -58,7 +59,13 @@ class Crowd:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of all requests together, prefill included."""
         return sum(reply.tokens for reply in self.replies) / self.seconds
+
+    @property
+    def long_enough(self) -> bool:
+        """Whether its replies are, on average, worth a ratio."""
+        return sum(reply.tokens for reply in self.replies) >= LEAST_TOKENS * len(self.replies)
 
 
 @dataclass
@@ -85,13 +92,19 @@ class Contest:
         """Medians of a way, and its speed-up over the plain crowd of the same turn."""
         crowds, plain = self.runs[way], self.runs[PLAIN]
         pairs = zip(crowds, plain, strict=False)
-        ratios = sorted(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
+        ratios = sorted(
+            a.tokens_per_second / b.tokens_per_second
+            for a, b in pairs
+            if a.long_enough and b.long_enough
+        )
         first = [reply.first_text for crowd in crowds for reply in crowd.replies]
         return {
             "way": way,
             "tokens_per_second": median(crowd.tokens_per_second for crowd in crowds),
-            "speedup": median(ratios),
-            "speedup_range": [ratios[0], ratios[-1]],
+            "speedup": median(ratios) if ratios else None,
+            "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
+            "texts": sum(len(crowd.replies) for crowd in crowds),
+            "texts_in_ratios": sum(len(c.replies) for c in crowds if c.long_enough),
             "first_text_seconds": median(first),
             "last_first_text_seconds": median(
                 max(reply.first_text for reply in crowd.replies) for crowd in crowds

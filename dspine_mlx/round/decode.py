@@ -1,6 +1,7 @@
 """A text from its prompt to its last token: prefill, then rounds or plain decoding."""
 
 import itertools
+import logging
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from dspine_mlx.round.plain import decode_plainly
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.speculate import speculate
 from dspine_mlx.round.text import Checkpoints, Text, Token
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,15 @@ def decode(
         with mx.stream(stream):
             text.settle()
             text.statistics.verdict = policy.verdict(text.position)
+        warn_of_misfit(text)
+
+
+def warn_of_misfit(text: Text) -> None:
+    """Once per drafter, if what its texts accepted is far below what any drafter that fits gets."""
+    statistics = text.statistics
+    said = text.drafter.misfit.text_over(statistics.accepted_histogram, statistics.verify_lengths)
+    if said is not None:
+        log.warning(said)
 
 
 def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
@@ -73,4 +85,6 @@ def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
         plainly = policy.parked or budget < 2  # nothing is drafted for the last token
         for token in (decode_plainly if plainly else speculate)(text, policy, budget):
             budget = 0 if token[0] in text.stops else budget - 1
+            if text.lookup is not None:  # while the device makes the next draft
+                text.lookup.add((token[0],))
             yield token

@@ -1,15 +1,19 @@
 """What generation asks of a policy and tells it, and the simplest one: a fixed length."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
+from dspine_mlx.arguments import INT32
+from dspine_mlx.errors import InputError
+from dspine_mlx.round.lookup import CopyChances
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
 
+@runtime_checkable
 class Policy(Protocol):
     """What generation asks, and tells."""
 
@@ -21,6 +25,16 @@ class Policy(Protocol):
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         """A new text starts after depth tokens."""
+
+    @property
+    def copies(self) -> CopyChances | None:
+        """What it has learnt of lookup drafts; None: it wants none."""
+
+    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
+        """Tokens of the copy to feed in the draft's place, at most limit; 0: the draft is better.
+
+        A sampled draft's tokens must have no part in it, nor its evidence: only the greedy path's.
+        """
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
@@ -51,9 +65,13 @@ class Fixed:
     tokens: int
     parked: bool = False
     needs_evidence: bool = False
+    copies: CopyChances | None = None
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.parked = self.tokens == 0
+
+    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
+        return 0
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         return min(self.tokens, limit)
@@ -72,3 +90,15 @@ class Fixed:
 
     def verdict(self, depth: int) -> str:
         return ""
+
+
+def check_verify_length(value: Any) -> None:
+    """`InputError` unless it is "auto", an int from 0 on, or a policy."""
+    if isinstance(value, str) and value == "auto":
+        return
+    if isinstance(value, Policy) and not isinstance(value, type):
+        return
+    if type(value) is not int or not 0 <= value <= INT32:
+        raise InputError(
+            f"verify_length is {value!r}; it must be 'auto', a policy, or an int from 0 on"
+        )

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import (
     make_sampler,
 )
 
-from dspine_mlx.errors import InputError
+from dspine_mlx.arguments import check_real, check_temperature, check_whole
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,24 @@ class Sampler:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_special_tokens: tuple[int, ...] = ()
+    seeded: bool = False  # draw the very tokens that plain decoding draws with the same seed
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temp < float("inf"):
-            raise InputError(f"temperature is {self.temp}; it must be 0 (greedy) or above")
-        for name in ("top_p", "min_p", "xtc_probability"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        if self.min_tokens_to_keep < 1:
-            raise InputError(
-                f"min_tokens_to_keep is {self.min_tokens_to_keep}; it must be at least 1"
-            )
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; it must be 0 (off) or above")
-        if not 0 <= self.xtc_threshold <= 0.5:
-            raise InputError(f"xtc_threshold is {self.xtc_threshold}; it must lie in [0, 0.5]")
+        check_temperature(self.temp)
+        for name, value in (
+            ("top_p", self.top_p),
+            ("min_p", self.min_p),
+            ("xtc_probability", self.xtc_probability),
+        ):
+            check_real(name, value, 0, 1)
+        check_whole("min_tokens_to_keep", self.min_tokens_to_keep, 1)
+        check_whole("top_k", self.top_k, 0)
+        check_real("xtc_threshold", self.xtc_threshold, 0, 0.5)
 
     @cached_property
     def function(self) -> SamplerFunction:
         """mlx-lm's own sampler with these settings."""
-        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seeded"}
         return make_sampler(**settings | {"xtc_special_tokens": list(self.xtc_special_tokens)})
 
     def __call__(self, logprobs: mx.array) -> mx.array:
@@ -88,13 +86,19 @@ class Sampler:
         special = list(self.xtc_special_tokens)
         return apply_xtc(row, self.xtc_probability, self.xtc_threshold, special)
 
-    def draft_probs(self, scores: mx.array) -> mx.array:
-        """The law [n, K] to draw drafts from, given scores [n, K] of the K candidates.
+    def draft_probs(self, scores: mx.array, excludable: mx.array | None = None) -> mx.array:
+        """The probabilities [.., K] to draft with, given scores [.., K] of the K candidates.
 
-        The user's truncation without the coin of XTC: any law is lossless, one close to the
-        target's is accepted more often.
+        The user's truncation without the coin of XTC: any distribution is lossless, one close to
+        the target's is accepted more often. excludable [.., K]: the candidates that XTC may
+        exclude, where its coin is known.
         """
         kept = self.truncate(scores - mx.logsumexp(scores, axis=-1, keepdims=True))
+        if excludable is not None:
+            probs = mx.softmax(kept, axis=-1)
+            high = mx.where(probs > self.xtc_threshold, probs, mx.inf)
+            top = probs > high.min(axis=-1, keepdims=True)
+            kept = mx.where(excludable & top, -mx.inf, kept)
         if 0 < self.top_k < kept.shape[-1]:
             kept = apply_top_k(kept, self.top_k)
         return mx.softmax(kept * (1.0 / self.temp), axis=-1)

@@ -9,6 +9,8 @@ import mlx.core as mx
 from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
 from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.walk import walk
+from dspine_mlx.round.foresee import draws_by_inverse_cdf, foresee
 from dspine_mlx.round.sampler import Sampler
 
 Stops = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
@@ -51,6 +53,7 @@ class Draft(NamedTuple):
     q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
     greedy_path: Evidence | None = None  # of a sampled draft, known before any draw
+    copied: list[float] | None = None  # of a copy (`lookup`): chances [M] of its tokens
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]
@@ -64,11 +67,16 @@ def select(
     stops: Stops = frozenset(),
     with_evidence: bool = True,
 ) -> Draft:
-    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
+    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates. A
+    seeded sampler's draws are foreseen.
 
     stops: tokens after which no slot can be accepted. Nothing is evaluated here. With a sampler the
-    draws come from `mx.random`'s global state.
+    draws come from `mx.random`'s global state, which a seeded one leaves as it is.
     """
+    if sampler is not None and sampler.seeded:
+        if draws_by_inverse_cdf() and not isinstance(proposal, ChainProposal):
+            return foreseen(proposal.ranked(), sampler, kernels, stops)
+        sampler = None  # a chain is not known before it is walked: its greedy path is drafted
     if sampler is None and isinstance(proposal, SlotwiseProposal):
         tokens, chances = proposal.greedy_tokens(), proposal.confidence
         draft = Draft(tokens, tokens[:, None], None)
@@ -102,17 +110,26 @@ def log_probs(sampler: Sampler) -> Callable[[mx.array], mx.array]:
     return lambda scores: mx.log(sampler.draft_probs(scores))
 
 
+def foreseen(proposal: Proposal, sampler: Sampler, kernels: Kernels, stops: Stops) -> Draft:
+    """What the sampler will most probably draw from the random state as it is now."""
+    first, transitions = foresee(proposal, sampler, mx.random.state[0])
+    noise = mx.zeros(proposal.candidates.shape)
+    path, chances = walk(first, transitions, noise, 1.0, kernels)
+    tokens = tokens_on(proposal, path)
+    return Draft(tokens, tokens[:, None], None, Evidence(tokens, chances, stops))
+
+
 def tokens_on(proposal: Proposal | ChainProposal, path: mx.array) -> mx.array:
     """A path's tokens: [M]."""
     return mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
 
 
 def evidence(
-    proposal: Proposal | ChainProposal, path: mx.array, law: mx.array, stops: Stops
+    proposal: Proposal | ChainProposal, path: mx.array, probs: mx.array, stops: Stops
 ) -> Evidence:
-    """Of a path [M] of candidate indices, whose slots picked from the laws [M, K]."""
+    """Of a path [M] of candidate indices, whose slots picked from the probs [M, K]."""
     tokens, known = tokens_on(proposal, path), proposal.confidence_on(path)
-    return Evidence(tokens, few(law) if known is None else known, stops)
+    return Evidence(tokens, few(probs) if known is None else known, stops)
 
 
 def few(probs: mx.array) -> mx.array:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from dspine_mlx.errors import InputError
 
@@ -26,6 +28,22 @@ class KVQuantization:
             raise InputError(
                 f"kv_bits is {self.bits}, but mlx-lm can't quantise rotating caches, which this "
                 "target's sliding windows or max_kv_size need; leave kv_bits out"
+            )
+
+    def check_model(self, model: nn.Module, max_kv_size: int | None) -> None:
+        """`InputError` before any forward where this model's caches can't be quantised so: one over
+        a token is built, for the sizes of its heads, and not run."""
+        if self.bits is None:
+            return
+        cache = make_prompt_cache(model, max_kv_size)
+        self.check(cache)
+        model(mx.array([[0]]), cache=cache)
+        kept = [array for c in cache if isinstance(c, KVCache) for array in (c.keys, c.values)]
+        wrong = {array.shape[-1] for array in kept if array.shape[-1] % self.group_size}
+        if wrong:
+            raise InputError(
+                f"kv_bits {self.bits} in groups of {self.group_size} don't suit this target's "
+                f"heads of {max(wrong)}: take a kv_group_size that divides it, or no kv_bits"
             )
 
     def apply(self, cache: list[Any]) -> None:

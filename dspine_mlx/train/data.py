@@ -1,6 +1,5 @@
 """Training data: JSONL chats to token sequences with a marked answer."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.checkpoints.files import parse_json
 from dspine_mlx.errors import InputError
+from dspine_mlx.measure.prompts import parse as parse_prompt
 
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
@@ -59,9 +60,9 @@ def parse(line: int, text: str) -> Chat:
     What follows the last assistant turn is dropped.
     """
     try:
-        row = json.loads(text)
-    except ValueError as error:
-        raise BadLine(f"it is not JSON ({error})") from error
+        row = parse_json(text, "it")
+    except InputError as error:
+        raise BadLine(str(error)) from error
     if not isinstance(row, dict):
         raise BadLine(f"it is a JSON {type(row).__name__}, not an object")
     whole = row.get("finish_reason") != "length"
@@ -112,6 +113,34 @@ class Problems:
 
 def read_chats(problems: Problems) -> Iterator[Chat]:
     """The chats of a JSONL file; blank lines are ignored, lines that can't be used are noted."""
+    for number, text in read_lines(problems):
+        try:
+            yield parse(number, text)
+        except BadLine as error:
+            problems.add(number, str(error))
+
+
+def read_prompts(problems: Problems) -> Iterator[Chat]:
+    """Chats whose answers are to be written: those of `read_chats`, and prompts without an answer
+    as `bench` and `calibrate` take them, which get an empty one."""
+    alone = problems.path.suffix != ".jsonl"  # a prompt per line
+    for number, text in read_lines(problems):
+        try:
+            chat = None if alone else parse(number, text)
+        except BadLine as error:
+            chat, reason = None, str(error)
+        messages = [{"role": "user", "content": text.strip()}] if alone else parse_prompt(text)
+        if chat is not None:
+            yield chat
+        elif messages is not None:
+            turns = [{"role": r, "content": c} for r, c in map(read_turn, messages)]
+            yield Chat(number, (*turns, {"role": "assistant", "content": ""}))
+        else:
+            problems.add(number, reason)
+
+
+def read_lines(problems: Problems) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, from 1; blank ones are left out, others than UTF-8 are noted."""
     path = problems.path
     if not path.is_file():
         raise InputError(f"there is no data file {path}; give a JSONL file of chats")
@@ -119,12 +148,11 @@ def read_chats(problems: Problems) -> Iterator[Chat]:
         for number, raw in enumerate(file, 1):
             try:
                 text = raw.decode("utf-8")
-                if text.strip():
-                    yield parse(number, text)
             except UnicodeDecodeError:
                 problems.add(number, "it is not UTF-8 text")
-            except BadLine as error:
-                problems.add(number, str(error))
+            else:
+                if text.strip():
+                    yield number, text
 
 
 def prompt_tokens(messages: Messages, tokenizer: TokenizerWrapper) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from dspine_mlx.checkpoints.files import read_json
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.data import Sequence
@@ -58,7 +59,7 @@ class FeatureCache:
         """Compute what is missing: nothing, or all of it, moved into place when complete."""
         index = self.folder / "index.json"
         if index.exists():
-            if json.loads(index.read_text())["key"] != self.key:
+            if read_json(index).get("key") != self.key:
                 raise InputError(
                     f"{self.folder} holds the features of other data, taps or target; "
                     "name an empty folder"

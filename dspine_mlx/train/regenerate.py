@@ -15,6 +15,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.checkpoints.files import parse_json
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.data import Chat, prompt_tokens
 
@@ -146,8 +147,8 @@ def repair(output: Path) -> set[int]:
     done = set()
     for number, line in enumerate(data[:whole].splitlines(), 1):
         try:
-            done.add(json.loads(line)["line"])
-        except (ValueError, KeyError, TypeError) as error:
+            done.add(parse_json(line, output)["line"])
+        except (InputError, KeyError, TypeError) as error:
             raise InputError(
                 f"line {number} of {output} was not written by regenerate; name a new file"
             ) from error

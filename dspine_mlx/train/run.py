@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.checkpoints.files import read_config
+from dspine_mlx.checkpoints.files import read_config, read_json
 from dspine_mlx.checkpoints.names import parameter
 from dspine_mlx.checkpoints.open import open_checkpoint
 from dspine_mlx.drafters import METHODS
@@ -22,6 +21,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import resolve
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import open_target
 from dspine_mlx.train.batches import Observe
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence, read_sequences
@@ -76,13 +76,16 @@ class Run:
         path = folder / SETTINGS
         if not path.is_file():
             raise InputError(f"{folder} is no training run: it has no {SETTINGS}")
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["train"]["betas"] = tuple(values["train"]["betas"])
-        values["train"] = TrainConfig(**values["train"])
-        values["loss"] = LossConfig(**values["loss"])
-        if values["target_layers"] is not None:
-            values["target_layers"] = tuple(values["target_layers"])
-        return cls(**values)
+        values = read_json(path)
+        try:
+            values["train"]["betas"] = tuple(values["train"]["betas"])
+            values["train"] = TrainConfig(**values["train"])
+            values["loss"] = LossConfig(**values["loss"])
+            if values["target_layers"] is not None:
+                values["target_layers"] = tuple(values["target_layers"])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} was not written by train run: {error}") from error
 
 
 def new_run(method: str, model: str, data: str, settings: list[str], **options: Any) -> Run:
@@ -111,7 +114,7 @@ class Job:
 
 def build(run: Run, folder: Path, progress: Progress = lambda what, done, total: None) -> Job:
     """Load target, data and drafter, and the last checkpoint if there is one."""
-    model, tokenizer = mlx_lm.load(str(resolve(run.model)))
+    model, tokenizer = open_target(resolve(run.model), run.model)
     target = Target(model)
     skipped: list[str] = []
 

@@ -269,8 +269,8 @@ def entry(start: int, stop: int, shape: Any = None, dtype: Any = "F32") -> dict[
 HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
     "terabytes": ({"a": entry(0, 8)}, b"\0" * 8, 1 << 42, "announces a header of"),
     "more than it holds": ({"a": entry(0, 8)}, b"\0" * 8, 10_000, "announces a header of"),
-    "not JSON": (b"{{{{", b"", None, "a header that is not JSON"),
-    "nested too deep": (b"[" * 100_000, b"", None, "a header that is not JSON"),
+    "not JSON": (b"{{{{", b"", None, "the header of .* is not valid JSON"),
+    "nested too deep": (b"[" * 100_000, b"", None, "the header of .* is not valid JSON"),
     "a list": ([], b"", None, "no JSON object"),
     "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, b"\0" * 12, None, "neither overlap"),
     "gap": ({"a": entry(0, 8), "b": entry(12, 16)}, b"\0" * 16, None, "neither overlap"),

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +13,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typer.testing import CliRunner
 
 from dspine_mlx.cli import app
-from dspine_mlx.cli.generate import histogram_table
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 
@@ -52,7 +50,7 @@ def test_the_pair_that_ships_generates_offline(tokenizer: TokenizerWrapper) -> N
     assert result.returncode == 0, result.stderr
     assert result.stdout == wanted(tokenizer, PROMPT) + "\n"
     assert "pair that ships with dspine-mlx" in result.stderr
-    assert "tokens a round" in result.stderr
+    assert "tokens per round" in result.stderr
 
 
 def test_json_is_the_last_line_and_complete(tokenizer: TokenizerWrapper) -> None:
@@ -69,15 +67,24 @@ def test_json_is_the_last_line_and_complete(tokenizer: TokenizerWrapper) -> None
         "prompt_tps",
         "generation_tps",
         "rounds",
+        "drafted",
+        "accepted",
         "acceptance_length",
         "accepted_histogram",
         "verify_lengths",
         "peak_memory_gb",
         "finish_reason",
+        "verdict",
+        "ranks",
     }
+    assert report["ranks"] == 1
+    assert 0 < report["accepted"] <= report["drafted"]
     histogram = {int(n): rounds for n, rounds in report["accepted_histogram"].items()}
     assert sum(histogram.values()) == report["rounds"] == sum(report["verify_lengths"].values())
     accepted = sum(n * rounds for n, rounds in histogram.items())
+    assert accepted == report["accepted"]
+    offered = sum(int(n) * rounds for n, rounds in report["verify_lengths"].items())
+    assert offered == report["drafted"]
     # The last token is decoded without a draft, or a drafted stop token ends the last round.
     given = report["acceptance_length"] * report["rounds"]
     assert given == pytest.approx(accepted + report["rounds"], abs=1)
@@ -120,6 +127,26 @@ BAD_ARGUMENTS = {
         ["-p", "a", "-m", "3", "--kv-bits", "4", "--quantized-kv-start", "0"],
         "kv_bits 4 in groups of 64 don't suit",
     ),
+    "no cache groups": (
+        ["-p", "a", "--kv-bits", "4", "--kv-group-size", "0"],
+        "kv_group_size is 0; it must be one of 32, 64 or 128",
+    ),
+    "bits of a cache": (["-p", "a", "--kv-bits", "7"], "kv_bits is 7; it must be one of 1, 2, 3"),
+    "start of quantising": (["-p", "a", "--quantized-kv-start", "-1"], "quantized_kv_start is -1"),
+    "negative seed": (["-p", "a", "--seed", "-5"], "seed is -5; it must be at least 0"),
+    "huge seed": (["-p", "a", "--seed", "9" * 20], "seed is 9{20}; it must be at most 18446744"),
+    "seeded top-k of everything": (
+        ["-p", "a", "--temp", "1", "--seed", "1", "--top-k", "2048"],
+        "top_k is 2048; it must be below the vocabulary's 2048 tokens",
+    ),
+    "two lengths": (
+        ["-p", "a", "--verify-length", "3", "--num-draft-tokens", "3"],
+        "--num-draft-tokens is --verify-length under another name",
+    ),
+    "negative drafts": (["-p", "a", "--num-draft-tokens", "-1"], "--num-draft-tokens is -1"),
+    "bits of a drafter": (["-p", "a", "--draft-quant", "5"], "draft_quant is 5; it must be 4 or 8"),
+    "an image": (["-p", "a", "--image", "x.png"], "--image can't be used: drafters read text"),
+    "no prompt cache": (["-p", "a", "--prompt-cache-file", "./no"], "there is no prompt cache no"),
     "long prompt": (["-p", "apple " * 600], "the model's context holds 512"),
 }
 
@@ -144,13 +171,37 @@ def test_errors_are_one_sentence_with_a_status(tmp_path: Path) -> None:
     assert "can't be loaded as a target: No safetensors found" in unknown.stderr
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "model.safetensors").write_bytes(Path(TARGET, "model.safetensors").read_bytes())
-    failure = run("generate", "-p", "a", "--model", str(tmp_path))
-    assert failure.returncode == 1
-    assert "Traceback" not in failure.stderr
-    assert failure.stderr.splitlines()[-1].startswith("dspine-mlx: ")
-    debugged = run("--debug", "generate", "-p", "a", "--model", str(tmp_path))
-    assert "Traceback" in debugged.stderr
+    lacking = run("generate", "-p", "a", "--model", str(tmp_path))
+    assert lacking.returncode == 2
+    assert "can't be loaded as a target: " in lacking.stderr
     assert run("generate", "--no-such-flag").returncode == 2
+
+
+def test_a_failure_is_one_sentence_and_a_traceback_with_debug() -> None:
+    """What is nobody's input."""
+    program = (
+        "import sys\nfrom dspine_mlx import cli\nfrom dspine_mlx.cli import prompting\n"
+        "def broken(*_):\n    raise OSError('the disk\\nis gone')\n"
+        "sys.modules['dspine_mlx.cli.generate'].read_prompt = broken\ncli.main()"
+    )
+    for flags, traceback in (([], False), (["--debug"], True)):
+        command = [sys.executable, "-c", program, *flags, "generate", "-p", "a"]
+        failed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert failed.returncode == 1
+        assert ("Traceback" in failed.stderr) == traceback
+        if not traceback:
+            assert failed.stderr == "dspine-mlx: the disk is gone\n"
+
+
+def test_a_target_alone_is_decoded_plainly_with_a_hint() -> None:
+    alone = run("generate", "-p", "a", "-m", "2", "--model", TARGET)
+    assert alone.returncode == 0
+    hints = [line for line in alone.stderr.splitlines() if "--draft-model" in line]
+    assert hints == [
+        "No drafter: plain decoding. --draft-model names one that was trained for this model."
+    ]
+    plain = run("generate", "-p", "a", "-m", "2", "--model", TARGET, "--verify-length", "0")
+    assert "--draft-model" not in plain.stderr
 
 
 def test_a_tokenizer_without_a_template_is_said(tmp_path: Path) -> None:
@@ -166,37 +217,3 @@ def test_a_tokenizer_without_a_template_is_said(tmp_path: Path) -> None:
     refused = run("generate", "-p", "a", "--system-prompt", "b", "--model", str(tmp_path))
     assert refused.returncode == 2
     assert "--system-prompt can't be used" in refused.stderr
-
-
-def test_show_accepted_keeps_the_text(tokenizer: TokenizerWrapper) -> None:
-    arguments = ("-p", PROMPT, "-m", "24", "--show-accepted", "--quiet", "--verify-length", "5")
-    result = run("generate", *arguments)
-    assert result.stdout == wanted(tokenizer, PROMPT) + "\n"
-
-
-def test_histogram_bars_are_proportional() -> None:
-    table = histogram_table(Counter({0: 10, 2: 5}))
-    assert [list(column.cells) for column in table.columns[:2]] == [
-        ["0", "1", "2"],
-        ["10", "0", "5"],
-    ]
-    assert [len(str(cell)) for cell in table.columns[2].cells] == [40, 0, 20]
-
-
-def test_help_names_the_flags_of_mlx_lm() -> None:
-    from mlx_lm.generate import setup_arg_parser
-
-    text = (
-        CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["generate", "--help"]).stdout
-    )
-    left_out = {
-        "--help",
-        "--image",  # text only
-        "--num-draft-tokens",  # --verify-length
-        "--prompt-cache-file",
-        "--quantize-activations",
-        "--use-default-chat-template",
-        "--verbose",  # --quiet
-    }
-    flags = {max(a.option_strings, key=len) for a in setup_arg_parser()._actions}
-    assert {flag for flag in flags - left_out if flag not in text} == set()

@@ -129,10 +129,25 @@ def test_inspect_lists_problems(tmp_path: Path) -> None:
     assert "missing: norm.weight" in json.loads(result.stdout)["problems"][0]
 
 
-def test_inspect_refuses_a_target(tmp_path: Path) -> None:
-    result = run("inspect", save_target(tmp_path / "target", Shape()))
+def test_inspect_names_a_target_and_convert_refuses_it(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target", Shape())
+    shown = run("inspect", target, "--json")
+    assert shown.exit_code == 0
+    assert json.loads(shown.stdout)["kind"] == "target"
+    result = run("convert", "--hf-path", target, "--mlx-path", tmp_path / "out")
     assert isinstance(result.exception, InputError)
     assert "no drafter of a known layout" in str(result.exception)
+
+
+def test_a_broken_target_is_one_sentence(tmp_path: Path) -> None:
+    """--target takes whatever mlx-lm raises for a refusal of the folder."""
+    target = save_target(tmp_path / "target", Shape())
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    source = save(tmp_path / "source", *dflash_zlab())
+    result = run("convert", "--hf-path", source, "--mlx-path", tmp_path / "out", "--target", target)
+    assert isinstance(result.exception, InputError)
+    assert f"{target} can't be loaded as a target: " in str(result.exception)
 
 
 def test_a_probe_of_noise_says_so(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 import dspine_mlx
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli import app
-from dspine_mlx.cli.generate import apply_template
+from dspine_mlx.cli.prompting import apply_template, messages_of
 from dspine_mlx.load import DEMO
-from dspine_mlx.verify_length.calibration import load_calibrations
+from dspine_mlx.verify_length.store import load_calibrations
 from tests.support.documentation import (
     FILES,
     PAGES,
@@ -67,7 +67,8 @@ def wanted_text(params: dict[str, Any]) -> str:
     if params["seed"] is not None:
         mx.random.seed(params["seed"])
     model, tokenizer = mlx_lm.load(params["model"] or str(DEMO / "target"))
-    tokens = apply_template(tokenizer, params["prompt"], params["system_prompt"], None, {})
+    messages = messages_of(params["prompt"], params["system_prompt"], None)
+    tokens = apply_template(tokenizer, messages, {})
     sampler = make_sampler(params["temp"], params["top_p"], top_k=params["top_k"])
     return mlx_lm.generate(
         model, tokenizer, tokens, max_tokens=params["max_tokens"], sampler=sampler
@@ -81,11 +82,11 @@ def check_generate(call: Call) -> None:
         assert report["rounds"] > 0
         text = report["text"]
     elif not call.params["quiet"]:
-        assert ("tokens a round" in call.stderr) == (call.params["verify_length"] != "0")
+        assert ("tokens per round" in call.stderr) == (call.params["verify_length"] != "0")
     if call.params["temp"] == 0 or call.params["seed"] is not None:
         assert text == wanted_text(call.params)
     assert text.strip()
-    assert ("stood" in call.stderr) == call.params["explain"]
+    assert ("what happened" in call.stderr) == call.params["explain"]
 
 
 def check_bench(call: Call) -> None:
@@ -134,7 +135,7 @@ def check_report(call: Call) -> None:
 
 
 def check_eval(call: Call) -> None:
-    assert "tokens a round" in call.stdout
+    assert "tokens per round" in call.stdout
 
 
 CHECKS: dict[str, Callable[[Call], None]] = {

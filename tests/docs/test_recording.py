@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import mlx_lm
 import pytest
 
-from dspine_mlx.cli.generate import apply_template
+from dspine_mlx.cli.prompting import apply_template, messages_of
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 from tests.bench.recording import AFTER, BEFORE, LASTS, PROMPT, Piece, draw, in_order, run
@@ -38,7 +38,7 @@ def delay(text: ElementTree.Element) -> float:
 def test_the_picture_shows_the_text_of_the_pair_that_ships() -> None:
     picture = (ROOT / "docs" / "images" / "generate.svg").read_text(encoding="utf-8")
     model, tokenizer = mlx_lm.load(str(DEMO / "target"))
-    prompt = apply_template(tokenizer, PROMPT, None, None, {})
+    prompt = apply_template(tokenizer, messages_of(PROMPT, None, None), {})
     text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=256)
     shown = lines(picture)
     first = shown.index(text.splitlines()[0])

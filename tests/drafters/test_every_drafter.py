@@ -17,8 +17,8 @@ from dspine_mlx.drafters.chain import ChainProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, evidence
-from dspine_mlx.verify_length.calibration import load_calibrations, save_calibrations
 from dspine_mlx.verify_length.fit import calibrate, record
+from dspine_mlx.verify_length.store import load_calibrations, save_calibrations
 from tests.round.test_losslessness import Toy, chosen, distance, law_of_round, policy
 from tests.server.test_grammar import PROMPT, constrained
 from tests.support.bigrams import KNOWING, bigram_target
@@ -141,12 +141,14 @@ class Drawn(Toy):
         assert path.tolist() == list(picks)
         rows = np.array(q, np.float64)
         rows /= rows.sum(axis=-1, keepdims=True)
-        known = [evidence(self.proposal, *x, frozenset()) for x in ((path, q), (greedy, greedy_q))]
+        drawn = evidence(self.proposal, path, q, frozenset())
+        ahead = evidence(self.proposal, greedy, greedy_q, frozenset())
         draft = Draft(
             mx.array(self.candidates[np.arange(self.M), list(picks)]),
             mx.array(self.candidates),
             mx.array(rows, mx.float64),
-            *known,
+            drawn,
+            ahead,
         )
         return draft, float(np.prod(rows[np.arange(self.M), list(picks)]))
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def arguments(tmp_path: Path, *more: str) -> list[str]:
     prompts = tmp_path / "p.txt"
     prompts.write_text("Ali has 52 bottle caps.\n")
-    return ["bench", "--suite", str(prompts), "--repeat", "1", "-m", "8", *more]
+    return ["bench", "--suite", str(prompts), "--repeat", "1", "-m", "34", *more]
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exception is None
     document = json.loads(out.read_text())
-    assert document["settings"] == {"prompts": 1, "max_tokens": 8, "temp": 0.0, "repeat": 1}
+    assert document["settings"] == {"prompts": 1, "max_tokens": 34, "temp": 0.0, "repeat": 1}
     results = document["results"]
     assert [r["depth"] for r in results] == [0, 5]
     rows = results[0]["ways"]
@@ -41,6 +41,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     for row in rows:  # one run of one text: a quotient of two speeds
         quotient = rows[2]["tokens_per_second"] / row["tokens_per_second"]
         assert row["auto_speedup"] == pytest.approx(quotient)
+        assert row["tokens_per_second"] > row["call_tokens_per_second"] > 0
     for row in rows:
         assert f"{row['tokens_per_second']:.1f}" in result.stdout
         assert f"{row['acceptance_length']:.2f}" in result.stdout

@@ -15,7 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cli import bench_runs
 from dspine_mlx.cli.bench_runs import add_energy, examined, load_pair, run_all
-from dspine_mlx.cli.bench_tables import comparison_table, label
+from dspine_mlx.cli.bench_tables import comparison as comparison_cells
+from dspine_mlx.cli.bench_tables import label, show_depth
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 from dspine_mlx.measure import compare as compare_module
@@ -39,7 +40,7 @@ from tests.support.tiny import plain_steps, random_prompt, scripted
 @pytest.fixture
 def pair(model: nn.Module, tokenizer: TokenizerWrapper) -> Pair:
     prompt = random_prompt(6)
-    text = prompt + [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=30)]
+    text = prompt + [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=50)]
     return Pair(model, tokenizer, scripted(model, text, "right"), Sampler())
 
 
@@ -54,20 +55,20 @@ def test_ways_are_interleaved_and_compared_with_plain(
         return measured(run, prompt, max_tokens, seed)
 
     monkeypatch.setattr(compare_module, "measure", recorded)
-    steps = list(compare(pair, ["fixed:7", "plain"], [random_prompt(6)], max_tokens=20, repeat=3))
+    steps = list(compare(pair, ["fixed:7", "plain"], [random_prompt(6)], max_tokens=36, repeat=3))
     comparison = steps[-1]
     assert comparison.ways == ["plain", "fixed:7"]
     assert order == order[:2] * 3
     assert order[0] != order[1]
     summary = comparison.summary("fixed:7")
     assert summary["identical"] == summary["texts"] == 3
-    assert summary["acceptance_length"] == 20 / 3  # 8 + 8 + 4 tokens
+    assert summary["acceptance_length"] == 36 / 5  # 4 x 8 + 4 tokens
     assert comparison.summary("plain")["speedup"] == 1
 
 
 def test_a_speedup_is_the_median_over_pairs_of_runs() -> None:
     def run(speed: float, tokens: list[int]) -> Measurement:
-        return Measurement(0.1, speed, tokens, 2.0, 1.0)
+        return Measurement(0.1, speed, speed / 2, tokens * 32, 2.0, 1.0)
 
     comparison = Comparison(
         ["plain", "auto"],
@@ -83,6 +84,7 @@ def test_a_speedup_is_the_median_over_pairs_of_runs() -> None:
     assert summary["speedup_range"] == [1, 3]
     assert (summary["auto_speedup"], comparison.summary("plain")["auto_speedup"]) == (1, 2)
     assert (summary["identical"], summary["texts"]) == (2, 3)
+    assert (summary["tokens_per_second"], summary["call_tokens_per_second"]) == (20, 10)
     assert list(comparison.forks("auto")) == [(1, 0)]
     del comparison.runs["auto"]
     assert comparison.summary("plain")["auto_speedup"] is None
@@ -107,7 +109,7 @@ def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
     other = [*plain[:2], (plain[2] + 1) % 2048, 7]
 
     def runs(tokens: list[int]) -> list[list[Measurement]]:
-        return [[Measurement(0.1, 10, tokens, 2.0, 1.0, Counter({3: 2, 1: 1}))]]
+        return [[Measurement(0.1, 10, 9, tokens, 2.0, 1.0, Counter({3: 2, 1: 1}))]]
 
     comparison = Comparison(
         ["plain", "auto", "fixed:2"],
@@ -122,20 +124,38 @@ def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
     assert rows["auto"]["forks"] == [{"prompt": 1, "token": 3, "margin": margin}]
     assert rows["fixed:2"]["forks"] == [{"prompt": 1, "token": 4, "margin": None}]
     assert rows["auto"]["verify_lengths"] == {1: 1, 3: 2}
-    table = comparison_table(list(rows.values()))
-    forks = next(column for column in table.columns if column.header == "fork")
-    assert list(forks.cells) == ["", f"3 ({margin:.2g})", "4"]
-    assert list(table.columns[-1].cells) == ["1.00"] * 3
+    names, cells = comparison_cells(list(rows.values()))
+    assert column(names, cells, "fork") == ["", f"3 ({margin:.2g})", "4"]
+    assert column(names, cells, "speed-up") == ["-"] * 3  # of 3 and 4 tokens
     for row, speed in zip(listed, (2.5, 1.0, None), strict=True):
         row["auto_speedup"] = speed
-    table = comparison_table(listed)
-    assert table.columns[-1].header == "auto"
-    assert list(table.columns[-1].cells) == ["2.50", "1.00", "-"]
+    assert column(*comparison_cells(listed), "auto") == ["2.50", "1.00", "-"]
     for row in listed:
         row["auto_speedup"] = None
-    assert comparison_table(listed).columns[-1].header == "GB"
+    assert "auto" not in comparison_cells(listed)[0]
     auto = summaries(comparison, greedy=False)[1]
     assert (auto["identical"], auto["forks"]) == (None, [])
+
+
+def column(names: list[str], rows: list[list[str]], name: str) -> list[str]:
+    return [row[names.index(name)] for row in rows]
+
+
+def test_texts_below_32_tokens_have_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(speed: float, *lengths: int) -> list[list[Measurement]]:
+        return [[Measurement(0.1, speed, speed, [1] * n, 2.0, 1.0)] for n in lengths]
+
+    short = Comparison(["plain", "auto"], {"plain": runs(1, 31, 31), "auto": runs(178, 31, 31)})
+    some = Comparison(["plain", "auto"], {"plain": runs(1, 31, 32), "auto": runs(2, 31, 32)})
+    for comparison, speedup, told in ((short, None, 0), (some, 2, 1)):
+        row = comparison.summary("auto")
+        assert (row["speedup"], row["texts_in_ratios"], row["texts"]) == (speedup, told, 2)
+        ways = [comparison.summary(way) | {"forks": []} for way in comparison.ways]
+        show_depth({"depth": 0, "ways": ways, "dropped": {}, "splits": []})
+        said = capsys.readouterr().out
+        assert f"{4 - 2 * told} of 4 texts have fewer than 32 tokens" in said
+        assert ("2.00 (2.00-2.00)" in said) == bool(told)
+        assert "178.00" not in said
 
 
 def test_ctrl_c_after_the_measurement_keeps_it(
@@ -145,7 +165,7 @@ def test_ctrl_c_after_the_measurement_keeps_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_runs, "splits", interrupted)
-    one = [[Measurement(0.1, 10, [1, 2], 2.0, 1.0)]]
+    one = [[Measurement(0.1, 10, 9, [1, 2], 2.0, 1.0)]]
     comparison = Comparison(["plain", "auto"], {"plain": one, "auto": one})
     result = examined(comparison, pair, [random_prompt(6)], 8)
     assert [row["way"] for row in result["ways"]] == ["plain", "auto"]
@@ -155,7 +175,7 @@ def test_ctrl_c_after_the_measurement_keeps_it(
 
 @pytest.mark.parametrize(("tokens", "rounds"), [(15, 5), (16, 6)])
 def test_mlx_lms_own_speculative_decoding_is_a_way(pair: Pair, tokens: int, rounds: int) -> None:
-    """Its draft model is the target itself here, so every draft stands: 2 + 1 tokens a round."""
+    """Its draft model is the target itself here, so every draft stands: 2 + 1 tokens per round."""
     own = replace(pair, model=mlx_lm.load(str(DEMO / "target"))[0], drafter=None)
     way = f"mlx-lm-draft:{DEMO / 'target'}"
     *_, comparison = compare(own, [way], [random_prompt(6)], max_tokens=tokens, repeat=1)
@@ -173,7 +193,7 @@ def test_mlx_lm_needs_a_draft_model_with_the_targets_vocabulary(
     class Small:
         vocab_size = 7
 
-    monkeypatch.setattr(mlx_lm, "load", lambda path: (pair.model, Small()))
+    monkeypatch.setattr(compare_module, "open_target", lambda *_: (pair.model, Small()))
     with pytest.raises(InputError, match="has a vocabulary of 7 tokens, the target's has 2048"):
         make_way(f"mlx-lm-draft:{DEMO / 'target'}", pair)
 
@@ -200,8 +220,8 @@ def test_a_way_that_runs_out_of_memory_is_dropped_alone(
     def limited(way: str, pair: Pair) -> Any:
         run = made(way, pair)
 
-        def running(prompt: list[int], n: int) -> Iterator[Any]:
-            yield from run(prompt, n)
+        def running(prompt: list[int], n: int, progress: Any) -> Iterator[Any]:
+            yield from run(prompt, n, progress)
             if way == "fixed:3" and n > 8:  # not in the warm-up
                 raise error
 

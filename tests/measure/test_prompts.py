@@ -48,3 +48,15 @@ def test_a_suite_whose_package_is_missing_names_it(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=f"{suite} needs the package {package} .*; pip install it"):
         load_suite(suite, 1, lambda line: None)
+
+
+def test_messages_without_text_and_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = ['{"messages": [{"role": "user", "content": 7}]}', "[" * 100_000, '{"prompt": "ok"}']
+    path.write_text("\n".join(rows))
+    said: list[str] = []
+    assert load_suite(str(path), 9, said.append) == [[{"role": "user", "content": "ok"}]]
+    assert [line.split(" has ")[0] for line in said] == ["p.jsonl, line 1", "p.jsonl, line 2"]
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="can't be read as UTF-8 text"):
+        load_suite(str(path), 9, said.append)

@@ -29,7 +29,7 @@ ASKED = Asked(port=0, max_tokens=9, temperature=0.0)
 
 
 def crowd(seconds: float, *first: float, path: str = "batched") -> Crowd:
-    return Crowd(seconds, [Reply(f, 30, path) for f in first])
+    return Crowd(seconds, [Reply(f, 40, path) for f in first])
 
 
 def test_speeds_are_of_all_requests_together() -> None:
@@ -38,12 +38,20 @@ def test_speeds_are_of_all_requests_together() -> None:
         "auto": [crowd(4, 0.1, 2.0, path="speculative"), crowd(1, 0.3, 1.0, path="speculative")],
     }
     row = Contest(["plain", "auto"], runs).summary("auto")
-    assert row["tokens_per_second"] == (60 / 4 + 60 / 1) / 2
+    assert row["tokens_per_second"] == (80 / 4 + 80 / 1) / 2
     assert row["speedup_range"] == [2 / 4, 3 / 1]
     assert row["speedup"] == (2 / 4 + 3 / 1) / 2
     assert row["first_text_seconds"] == pytest.approx(0.65)
     assert row["last_first_text_seconds"] == 1.5
     assert row["paths"] == {"speculative": 4}
+
+
+def test_short_replies_have_no_ratio() -> None:
+    short = Crowd(1, [Reply(0.1, 31, "batched"), Reply(0.1, 32, "batched")])
+    runs = {"plain": [crowd(1, 0.1, 0.1)], "auto": [short]}
+    row = Contest(["plain", "auto"], runs).summary("auto")
+    assert (row["speedup"], row["speedup_range"]) == (None, None)
+    assert (row["texts"], row["texts_in_ratios"]) == (2, 0)
 
 
 def test_ways_take_turns_and_prompts_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,7 @@ def drafter_config(vocabulary: int, known: int) -> dict[str, Any]:
         "block_size": 6,
         "mask_token_id": 3,
         "target_layer_ids": [0, 1],
+        "rope_theta": 1e4,
         "markov_rank": RANK,
         "top_k": known,
     }

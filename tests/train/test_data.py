@@ -11,7 +11,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.errors import InputError
 from dspine_mlx.train.batches import draw, draw_anchors, slot_weights
 from dspine_mlx.train.config import LossConfig, TrainConfig
-from dspine_mlx.train.data import Problems, Sequence, read_chats, read_sequences
+from dspine_mlx.train.data import (
+    Problems,
+    Sequence,
+    read_chats,
+    read_prompts,
+    read_sequences,
+)
 from dspine_mlx.train.run import split
 
 QUESTION, ANSWER = "How many are 2 and 3?", "2 + 3 = 5\n#### 5"
@@ -106,7 +112,7 @@ def test_all_of_a_text_but_its_first_token_is_learnt(
 
 
 BAD = {
-    "not json": ("{'text': 1}", "is not JSON"),
+    "not json": ("{'text': 1}", "is not valid JSON"),
     "not an object": ("[1, 2]", "is a JSON list"),
     "no known key": ({"question": "x"}, "none of messages"),
     "no answer": ({"messages": TURNS[:1]}, "no assistant turn"),
@@ -180,3 +186,29 @@ def test_papers_schedules() -> None:
     assert [loss.alpha(x) for x in (0, 0.3, 1)] == pytest.approx([0.1] * 3)
     mixed = LossConfig(ce_start=1.0, ce_hold=0.2, ce_end=0.6)
     assert [mixed.alpha(x) for x in (0, 0.2, 0.4, 0.6, 1)] == pytest.approx([1, 1, 0.55, 0.1, 0.1])
+
+
+def test_prompts_alone_get_an_answer_to_be_written(tmp_path: Path) -> None:
+    """What bench and calibrate take, among chats, in their lines' numbers."""
+    rows = [
+        '{"prompt": "a"}',
+        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]}',
+        "",
+        '{"prompt": "c", "completion": "d"}',
+        '{"other": 1}',
+        '{"turns": ["e", "f"]}',
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    problems = Problems(tmp_path / "p.jsonl")
+    chats = list(read_prompts(problems))
+    assert [chat.line for chat in chats] == [1, 2, 4, 6]
+    said = [[m["content"] for m in chat.messages] for chat in chats]
+    assert said == [["a", ""], ["s", "b", ""], ["c", "d"], ["e", ""]]
+    assert [chat.turns for chat in chats] == [[1], [2], [1], [1]]
+    assert problems.lines == [
+        f"line 5 of {tmp_path / 'p.jsonl'} can't be used: it has none of messages, conversations, "
+        "prompt with completion, text"
+    ]
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    chats = list(read_prompts(Problems(tmp_path / "p.txt")))
+    assert [(chat.line, chat.messages[0]["content"]) for chat in chats] == [(1, "one"), (3, "two")]

@@ -1,0 +1,67 @@
+"""What commands print: consoles that keep every figure whole, whatever their width."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+USUAL, PIPED = 80, 200  # columns: of a terminal that does not tell, and of a file
+NARROWEST = 20  # columns that a terminal may really have
+GAP = 2  # blanks between columns
+
+
+def console(stderr: bool = False) -> Console:
+    """Standard output or error; rich reads NO_COLOR, FORCE_COLOR and COLUMNS."""
+    screen = Console(stderr=stderr, highlight=False)
+    if not screen.is_terminal:
+        screen.width = max(screen.width, PIPED)
+    elif screen.width < NARROWEST:
+        screen.width = USUAL
+    return screen
+
+
+def print_table(screen: Console, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A first column of labels, and columns of figures; those that the screen has no room for go
+    into further tables below, with the labels again."""
+    columns = [[str(row[i]) for row in rows] for i in range(len(names))]
+    widths = [
+        GAP + max(map(cell_len, (name, *cells))) for name, cells in zip(names, columns, strict=True)
+    ]
+    for shown in split(widths, screen.width):
+        table = Table(box=None, padding=(0, GAP, 0, 0))
+        for i in (0, *shown):
+            table.add_column(names[i], justify="right" if i else "left", overflow="fold")
+        for i in range(len(rows)):
+            table.add_row(*(columns[j][i] for j in (0, *shown)))
+        screen.print(table, markup=False)
+
+
+def split(widths: Sequence[int], room: int) -> list[list[int]]:
+    """The columns after the first, in groups that fit beside it; each has one at least."""
+    groups: list[list[int]] = []
+    used = 0
+    for i, width in enumerate(widths[1:], 1):
+        if not groups or used + width > room:
+            groups.append([])
+            used = widths[0]
+        groups[-1].append(i)
+        used += width
+    return groups
+
+
+def print_bars(screen: Console, names: Sequence[str], rows: Sequence[tuple[str, float]]) -> None:
+    """A label, a bar and a figure per row; the longest bar fills what room is left, to 40."""
+    label, value = names
+    figures = [f"{figure:g}" if figure == int(figure) else f"{figure:.2f}" for _, figure in rows]
+    taken = max(cell_len(name) for name in (label, *(row[0] for row in rows)))
+    taken += max(map(cell_len, (value, *figures))) + 3 * GAP
+    longest, most = max(1, min(40, screen.width - taken)), max(figure for _, figure in rows)
+    table = Table(box=None, padding=(0, GAP, 0, 0), show_header=any(names))
+    table.add_column(label, overflow="fold")
+    table.add_column(value, justify="right")
+    table.add_column("")
+    for (name, figure), text in zip(rows, figures, strict=True):
+        table.add_row(name, text, "█" * round(longest * figure / most) if most else "")
+    screen.print(table, markup=False)

@@ -1,0 +1,5 @@
+"""python -m dspine_mlx"""
+
+from dspine_mlx.cli import main
+
+main()

@@ -1,0 +1,143 @@
+"""A bad day for the command line: no home, closed or broken streams, other encodings."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dspine_mlx.load import DEMO
+
+PROGRAM = (sys.executable, "-m", "dspine_mlx.cli")
+SAY = ("generate", "-m", "2", "--no-profile", "--quiet")
+OTHER_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+Arguments = list[str | bytes]
+
+
+def run(
+    arguments: Arguments, environment: Mapping[str, str] | None = None, shell: str = 'exec "$@"'
+) -> subprocess.CompletedProcess[bytes]:
+    """The command as a shell starts it, with the environment's changes."""
+    command = ["sh", "-c", shell, "sh", *PROGRAM, *arguments]
+    return subprocess.run(
+        command, capture_output=True, env=os.environ | (environment or {}), check=False
+    )
+
+
+def one_sentence(result: subprocess.CompletedProcess[bytes]) -> str:
+    """What is said with status 2: no traceback, one line of ours."""
+    said = result.stderr.decode(errors="replace")
+    assert result.returncode == 2, said
+    (line,) = [line for line in said.splitlines() if line.startswith("dspine-mlx: ")]
+    assert "Traceback" not in said
+    return line
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
+@pytest.mark.parametrize(
+    "command", [[*SAY, "-p", "hi"], ["doctor"], ["inspect", str(DEMO / "drafter")]]
+)
+def test_a_user_without_a_home(command: Arguments, tmp_path: Path) -> None:
+    """As in containers: HOME is not set, and no passwd entry has the user's number."""
+    environment = {k: v for k, v in os.environ.items() if k != "HOME"}
+    stranger = ["unshare", "-U", "--map-user=54321"]
+    result = subprocess.run(
+        [*stranger, *PROGRAM, *command],
+        capture_output=True,
+        env=environment | {"TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        check=False,
+    )
+    if b"unshare failed" in result.stderr:
+        pytest.skip("no user namespaces here")
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "~").exists()
+
+
+BYTES = b"\xff\xfe"
+
+
+@pytest.mark.parametrize(
+    "flag", ["-p", "--system-prompt", "--prefill-response", "--extra-eos-token"]
+)
+@pytest.mark.parametrize("environment", [{}, OTHER_LOCALE], ids=["UTF-8", "C"])
+def test_bytes_that_are_no_text(flag: str, environment: dict[str, str]) -> None:
+    prompt: Arguments = [] if flag == "-p" else ["-p", "hi"]
+    said = one_sentence(run([*SAY, *prompt, flag, BYTES], environment))
+    name = "--prompt" if flag == "-p" else flag
+    assert said == f"dspine-mlx: {name} has bytes that are not UTF-8: '\\udcff\\udcfe'"
+
+
+def test_a_prompt_in_utf8_where_the_locale_has_none() -> None:
+    """The same tokens as where it has."""
+    prompts = [
+        json.loads(run([*SAY, "-p", "3 Äpfel 苹果", "--json"], environment).stdout)
+        for environment in (OTHER_LOCALE, {"LC_ALL": "C.UTF-8"})
+    ]
+    assert prompts[0]["prompt_tokens"] == prompts[1]["prompt_tokens"]
+    assert prompts[0]["tokens"] == prompts[1]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "message"),
+    [
+        ('exec "$@" <&-', "standard input is closed, so '-p -' has nothing to read; use -p TEXT"),
+        ('exec "$@" 0>/dev/null', "standard input can't be read: "),
+        ('printf "\\377" | "$@"', "standard input is not UTF-8: "),
+        ('"$@" </dev/null', "the prompt is empty; give at least one token"),
+    ],
+)
+def test_standard_input_without_a_prompt(shell: str, message: str) -> None:
+    assert one_sentence(run([*SAY, "-p", "-"], shell=shell)).startswith(f"dspine-mlx: {message}")
+
+
+def test_the_home_of_nobody() -> None:
+    said = one_sentence(run([*SAY, "-p", "hi", "--model", "~nobody-here/model"]))
+    assert said.startswith("dspine-mlx: ~nobody-here/model can't be found: ")
+
+
+@pytest.mark.parametrize("shell", ['exec "$@" >&-', 'exec "$@" 2>&-'], ids=["output", "error"])
+def test_a_closed_stream_is_no_failure(shell: str) -> None:
+    assert run([*SAY, "-p", "hi"], shell=shell).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "-p", "hi", "-m", "300"],
+        ["generate", "-p", "hi", "-m", "300", "--show-accepted"],
+        ["generate", "-p", "hi", "-m", "300", "--json"],
+        ["inspect", str(DEMO / "drafter")],
+        ["--help"],
+    ],
+    ids=" ".join,
+)
+def test_piping_into_head_ends_quietly(command: Arguments) -> None:
+    result = run(command, shell='"$@" | head -c 1')
+    said = result.stderr.decode()
+    assert len(result.stdout) == 1
+    for word in ("Traceback", "Broken", "Exception", "dspine-mlx: "):
+        assert word not in said
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+        "{{ nosuch.thing }}",
+        "{{ messages[9].role }}",
+    ],
+)
+def test_a_broken_chat_template(template: str, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(DEMO / "target", folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    said = one_sentence(run([*SAY, "-p", "hi", "--model", str(folder)]))
+    assert "this model's chat template " in said

@@ -1,0 +1,51 @@
+"""A drafter that does not fit is warned about once, where its texts are decoded."""
+
+import logging
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import dspine_mlx
+from tests.support.tiny import plain_steps, random_prompt, scripted
+
+TOKENS = 60
+
+
+@pytest.mark.parametrize(("script", "warnings"), [("wrong", 1), ("right", 0), ("now and then", 0)])
+def test_a_drafter_is_warned_about_if_its_texts_are_no_better_than_chance(
+    script: str,
+    warnings: int,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Over six texts of 60 rounds each where nothing is accepted, with the text that is right."""
+    prompt = random_prompt(6)
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=TOKENS + 20)]
+    drafter = scripted(model, prompt + plain, script)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            responses = dspine_mlx.stream_generate(
+                model, tokenizer, prompt, drafter, max_tokens=TOKENS, verify_length=3
+            )
+            assert [r.token for r in responses] == plain[:TOKENS]
+    said = [r.getMessage() for r in caplog.records if "does not seem to fit" in r.getMessage()]
+    assert len(said) == warnings
+    if said:
+        assert "accepted, got 0 of " in said[0]
+
+
+def test_plain_decoding_says_nothing_about_a_drafter(
+    model: nn.Module, tokenizer: TokenizerWrapper, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = random_prompt(6)
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=TOKENS)]
+    drafter = scripted(model, prompt + plain, "wrong")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            dspine_mlx.generate(
+                model, tokenizer, prompt, drafter, max_tokens=TOKENS, verify_length=0
+            )
+    assert not caplog.records
+    assert drafter.misfit.rounds == 0

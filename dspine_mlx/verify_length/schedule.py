@@ -9,7 +9,6 @@ from pathlib import Path
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError
 from dspine_mlx.round.policy import Fixed, Policy
 from dspine_mlx.verify_length import profile as profiling
 from dspine_mlx.verify_length.auto import Auto
@@ -93,12 +92,6 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
         return curve, {}, False
     write_costs(drafter, curve, {})
     return curve, {}, True
-
-
-def check_length(verify_length: int | str | Policy) -> None:
-    wrong = isinstance(verify_length, str) and verify_length != "auto"
-    if wrong or (isinstance(verify_length, int | float) and verify_length not in range(1 << 30)):
-        raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
 
 
 def policy_for(

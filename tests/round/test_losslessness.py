@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.drafters.dflash import Proposal
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.round.accept import (
     acceptance,
     accepted,

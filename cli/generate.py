@@ -78,6 +78,14 @@ def generate(
             rich_help_panel=PAIR,
         ),
     ] = "auto",
+    no_lookup: Annotated[
+        bool,
+        typer.Option(
+            "--no-lookup",
+            help="Don't offer copies of earlier text where they are worth more than a draft.",
+            rich_help_panel=PAIR,
+        ),
+    ] = False,
     no_profile: Annotated[
         bool,
         typer.Option(
@@ -304,6 +312,7 @@ def generate(
         sampler=sampler,
         prompt_cache=None if saved is None else saved.caches,
         verify_length=length,
+        lookup=not no_lookup,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,
         kv_bits=kv_bits,

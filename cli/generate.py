@@ -73,7 +73,8 @@ def generate(
     kernels: Annotated[
         str,
         typer.Option(
-            help="'auto': the package's Metal kernels, checked at first use; 'off': plain MLX.",
+            help="'auto': the package's kernels where they win; 'exact': verify only with plain "
+            "decoding's bits, as checked here; 'off': plain MLX.",
             rich_help_panel=PAIR,
         ),
     ] = "auto",

@@ -12,7 +12,7 @@ ANY, OWN = "any", "own"  # of --allow-models
 class Options:
     verify_length: int | str = "auto"  # drafted tokens a round, unless a request says otherwise
     speculate_up_to: int = 1  # requests in the house while drafting still pays; more are batched
-    kernels: str = "auto"  # or "off"
+    kernels: str = "auto"  # or "exact" or "off"
     lookup: bool = True  # copies of earlier text as drafts, where they are worth more
     profile: bool = True
     api_key: str | None = None
@@ -89,9 +89,10 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument(
         "--kernels",
-        choices=["auto", "off"],
+        choices=["auto", "exact", "off"],
         default="auto",
-        help="Metal kernels: auto (where there is Metal and they pass their check) or off",
+        help="auto: the package's kernels where they win; exact: verify only with plain decoding's "
+        "bits, as checked at load; off: plain MLX",
     )
     flags.add_argument(
         "--no-lookup",

@@ -10,8 +10,10 @@ ANY, OWN = "any", "own"  # of --allow-models
 
 @dataclass(frozen=True)
 class Options:
-    verify_length: int | str = "auto"  # drafted tokens a round, unless a request says otherwise
-    speculate_up_to: int = 1  # requests in the house while drafting still pays; more are batched
+    verify_length: int | str = "auto"  # drafted tokens per round, unless a request says otherwise
+    speculate_up_to: int = (
+        1  # requests waiting or running while drafting still pays; more are batched
+    )
     kernels: str = "auto"  # or "exact" or "off"
     lookup: bool = True  # copies of earlier text as drafts, where they are worth more
     profile: bool = True

@@ -146,7 +146,7 @@ class Auto:
         """The length for this round; `limit` is smaller near max_tokens."""
         chances = self.chances.of(known.odds)
         greedy = chances if known.greedy is known.odds else self.chances.of(known.greedy)
-        seconds, w = self.costs.verify(depth), self.worth(greedy, limit, depth)
+        seconds, w = self.costs.verify(depth), self.seconds_saved(greedy, limit, depth)
         values = length_values(chances[:limit], seconds, w)
         if self.sampler is None:
             length = values.index(max(values))
@@ -154,7 +154,7 @@ class Auto:
             length = sampled_verify_length(chances[:limit], greedy, seconds, w)
         return Round(depth, 0.0, chances=chances[:limit], values=values, chosen=length)
 
-    def worth(self, chances: list[float], limit: int, depth: int) -> list[float]:
+    def seconds_saved(self, chances: list[float], limit: int, depth: int) -> list[float]:
         """Seconds that each of the next `limit` tokens saves, if they have these chances."""
         plain, draft = self.costs.plain(depth), self.costs.draft(depth)
         # No block goes on beyond the text's last tokens.
@@ -169,15 +169,15 @@ class Auto:
         seconds = self.costs.verify(depth)
         chances = self.offered_copies.of([log_odds(p) for p in copy.copied[:limit]])
         if draft.evidence is None:
-            usual = 1 / self.rate(depth)
-            w, best = [usual] * limit, self.costs.draft(depth) - usual
+            average = 1 / self.rate(depth)
+            w, best = [average] * limit, self.costs.draft(depth) - average
         else:
             greedy = self.chances.of(self.read(draft).greedy)[:limit]
             path = (draft.greedy_path or draft).tokens.tolist()
             pairs = enumerate(zip(copy.tokens.tolist(), path, strict=False))
             agreed = next((i for i, (x, y) in pairs if x != y), limit)
             chances, greedy = contested(chances, greedy, agreed)
-            w = self.worth(greedy, limit, depth)
+            w = self.seconds_saved(greedy, limit, depth)
             best = max(length_values(greedy, seconds, w))
         values = length_values(chances, seconds, w)
         if max(values) <= best:

@@ -35,7 +35,7 @@ def bench(
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts to use.", rich_help_panel=LOAD)] = 10,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", help="Tokens a text.", rich_help_panel=LOAD)
+        int, typer.Option("--max-tokens", "-m", help="Tokens per text.", rich_help_panel=LOAD)
     ] = 128,
     depths: Annotated[
         str,
@@ -136,7 +136,7 @@ def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[st
     """What --json writes."""
     from importlib.metadata import version
 
-    from dspine_mlx.verify_length.costs import device_name
+    from dspine_mlx.verify_length.store import device_name
 
     packages = {name: version(name) for name in ("dspine-mlx", "mlx", "mlx-lm")}
     return {

@@ -10,6 +10,7 @@ from dspine_mlx.cli.options import (
     DraftOption,
     DraftQuantOption,
     KernelsOption,
+    NoLookupOption,
     NoProfileOption,
     TargetOption,
     TrustOption,
@@ -28,6 +29,7 @@ def chat(
     draft_quant: DraftQuantOption = None,
     verify_length: VerifyLengthOption = None,
     kernels: KernelsOption = "auto",
+    no_lookup: NoLookupOption = False,
     no_profile: NoProfileOption = False,
     system_prompt: Annotated[str | None, typer.Option(help="System message.")] = None,
     chat_template_args: Annotated[
@@ -131,5 +133,9 @@ def chat(
         max_kv_size,
     )
     conversation.system = system_prompt
-    options = {"max_tokens": max_tokens, "prefill_step_size": prefill_step_size}
+    options = {
+        "max_tokens": max_tokens,
+        "prefill_step_size": prefill_step_size,
+        "lookup": not no_lookup,
+    }
     Chat(conversation, sampler, length, options).run()

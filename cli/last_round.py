@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.round.lookup import CopyChances
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
@@ -32,6 +33,16 @@ class LastRound:
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.draft = None
         self.policy.start_text(statistics, sampler, depth)
+
+    @property
+    def copies(self) -> CopyChances | None:
+        return self.policy.copies
+
+    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
+        length = self.policy.copied_length(copy, draft, limit, depth)
+        if length:
+            self.draft = copy
+        return length
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         self.draft = draft
@@ -62,7 +73,9 @@ class LastRound:
             return []
         tokens = self.draft.tokens.tolist()
         chances = [""] * len(tokens)
-        if self.draft.evidence is not None:
+        if self.draft.copied is not None:
+            chances = [f"{c:.0%}, copied" for c in self.draft.copied]
+        elif self.draft.evidence is not None:
             chances = [f"{chance(x):.0%}" for x in self.draft.evidence.log_odds()]
         return [
             (str(i), repr(tokenizer.decode([token])), chances[i - 1], self.fate(i))

@@ -49,7 +49,16 @@ VerifyLengthOption = Annotated[
 KernelsOption = Annotated[
     str,
     typer.Option(
-        help="'auto': the package's Metal kernels, checked at first use; 'off': plain MLX.",
+        help="'auto': the package's kernels where they win; 'exact': verify only with plain "
+        "decoding's bits, as checked here; 'off': plain MLX.",
+        rich_help_panel=PAIR,
+    ),
+]
+NoLookupOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-lookup",
+        help="Don't offer copies of earlier text where they are worth more than a draft.",
         rich_help_panel=PAIR,
     ),
 ]

@@ -11,11 +11,11 @@ from dspine_mlx.checkpoints.files import read_config, read_tensors
 from dspine_mlx.drafters import METHODS
 from dspine_mlx.models.registry import Entry, Published
 from dspine_mlx.verify_length.costs import Curve
-from dspine_mlx.verify_length.store import costs_on_file
+from dspine_mlx.verify_length.on_file import costs_on_file
 
 DEPTH = 512  # positions of context that the prediction is for
 SAME = 0.06  # relative difference of sizes taken for the same; one has two digits
-PAIR = re.compile(  # as `costs.describe` writes it
+PAIR = re.compile(  # as `store.describe` writes it
     r"(\w+), (\d+) layers of (\d+), (\S+) GB, with (\w+), \d+ layers, (\d+) proposals"
 )
 

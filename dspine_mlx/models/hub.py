@@ -93,7 +93,9 @@ def config_of(name: str | Path, revision: str | None = None) -> dict[str, Any]:
 
 def not_downloaded(name: str | Path, error: Exception) -> InputError:
     reason = str(error).splitlines()[0]
-    return InputError(f"{name} is no folder here and could not be downloaded: {reason}")
+    return InputError(
+        f"{name} is no folder here and could not be downloaded from the Hub: {reason}"
+    )
 
 
 def check_reachable(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The user's sampler as a law: mlx-lm's transforms with their settings in sight."""
+"""The user's sampler with its probabilities: mlx-lm's transforms, with their settings in sight."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -20,10 +20,10 @@ from dspine_mlx.arguments import check_real, check_temperature, check_whole
 
 @dataclass(frozen=True)
 class Sampler:
-    """mlx_lm.sample_utils.make_sampler, arguments and draws alike, that also states its law.
+    """mlx_lm.sample_utils.make_sampler, arguments and draws alike, that also states its probs.
 
-    A sampler whose law is known lets drafts be sampled too and verified by the ratio test; an
-    unknown callable can only be compared with (see `dspine_mlx.round.accept`).
+    With known probs drafts can be sampled too, and verified by the ratio test; an unknown callable
+    can only be compared with (see `dspine_mlx.round.accept`).
     """
 
     temp: float = 0.0
@@ -34,6 +34,7 @@ class Sampler:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_special_tokens: tuple[int, ...] = ()
+    seeded: bool = False  # draw the very tokens that plain decoding draws with the same seed
 
     def __post_init__(self) -> None:
         check_temperature(self.temp)
@@ -50,16 +51,16 @@ class Sampler:
     @cached_property
     def function(self) -> SamplerFunction:
         """mlx-lm's own sampler with these settings."""
-        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seeded"}
         return make_sampler(**settings | {"xtc_special_tokens": list(self.xtc_special_tokens)})
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         return self.function(logprobs)
 
     def probs(self, logprobs: mx.array) -> mx.array:
-        """The float32 law [n, V] that a draw from each row of logprobs [n, V] follows.
+        """Float32 probs [n, V] of a draw from each row of logprobs [n, V].
 
-        XTC tosses its coin for every row here; the law returned is the one given the coin.
+        XTC tosses its coin for every row here; the probs are those given the coin.
         """
         kept = self.truncate(logprobs)
         if self.xtc_probability > 0:
@@ -70,7 +71,7 @@ class Sampler:
 
     @property
     def truncates(self) -> bool:
-        """Whether the law of drafts is more than a softmax at the temperature."""
+        """Whether the probs of drafts are more than a softmax at the temperature."""
         return 0 < self.top_p < 1 or self.min_p != 0 or self.top_k > 0
 
     def truncate(self, logprobs: mx.array) -> mx.array:
@@ -85,13 +86,19 @@ class Sampler:
         special = list(self.xtc_special_tokens)
         return apply_xtc(row, self.xtc_probability, self.xtc_threshold, special)
 
-    def draft_probs(self, scores: mx.array) -> mx.array:
-        """The law [n, K] to draw drafts from, given scores [n, K] of the K candidates.
+    def draft_probs(self, scores: mx.array, excludable: mx.array | None = None) -> mx.array:
+        """The probabilities [.., K] to draft with, given scores [.., K] of the K candidates.
 
-        The user's truncation without the coin of XTC: any law is lossless, one close to the
-        target's is accepted more often.
+        The user's truncation without the coin of XTC: any distribution is lossless, one close to
+        the target's is accepted more often. excludable [.., K]: the candidates that XTC may
+        exclude, where its coin is known.
         """
         kept = self.truncate(scores - mx.logsumexp(scores, axis=-1, keepdims=True))
+        if excludable is not None:
+            probs = mx.softmax(kept, axis=-1)
+            high = mx.where(probs > self.xtc_threshold, probs, mx.inf)
+            top = probs > high.min(axis=-1, keepdims=True)
+            kept = mx.where(excludable & top, -mx.inf, kept)
         if 0 < self.top_k < kept.shape[-1]:
             kept = apply_top_k(kept, self.top_k)
         return mx.softmax(kept * (1.0 / self.temp), axis=-1)

@@ -23,7 +23,7 @@ class LossConfig:
     ce_hold: float = 0.0
     ce_end: float = 0.5
     reference: Reference = "token"  # CE against the text's token, or the target's distribution
-    position_decay: float = 7.0  # slot i of 0, 1, ... weighs exp(-i / decay); DSpark: 4
+    position_decay: float = 7.0  # slot i of 0, 1, ... has the weight exp(-i / decay); DSpark: 4
     refined_weight: float = 1.0
     candidate_mass_threshold: float = 1e-4  # L1 on candidates only where they hold more than this
     alignment: Alignment = (
@@ -35,6 +35,8 @@ class LossConfig:
     replacement_hold_ratio: float = 1 / 6  # until here at that probability,
     replacement_end_ratio: float = 1 / 3  # then down to 0 here
     confidence_weight: float = 1.0  # DSpark
+    backbone_start: float = 1.0  # Domino: share of the backbone's own loss, which falls
+    backbone_ratio: float = 1.0  # to 0 in this share of the run
     injection: bool = True  # False: the base states get no message (ablation)
     refinement: bool = True  # False: no loss on refined scores (ablation)
 
@@ -42,6 +44,10 @@ class LossConfig:
         """Share of CE at a share of the run in [0, 1]."""
         start = self.ce_weight if self.ce_start is None else self.ce_start
         return ramp(progress, self.ce_hold, self.ce_end, start, self.ce_weight)
+
+    def backbone(self, progress: float) -> float:
+        """Share of the loss on logits without the correction."""
+        return ramp(progress, 0.0, self.backbone_ratio, self.backbone_start, 0.0)
 
     def replacement(self, progress: float) -> float:
         """Chance that a block's first layers see the true predecessor."""
@@ -54,9 +60,9 @@ class TrainConfig:
     """How it is taught."""
 
     steps: int = 2000
-    batch_size: int = 8  # sequences an optimiser step
+    batch_size: int = 8  # sequences per optimiser step
     accumulation: int = 1  # forwards it is split into
-    num_anchors: int = 512  # blocks a sequence
+    num_anchors: int = 512  # blocks per sequence
     learning_rate: float = 6e-4
     warmup_ratio: float = 0.04
     betas: tuple[float, float] = (0.9, 0.999)

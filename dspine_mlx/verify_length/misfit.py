@@ -7,7 +7,8 @@ at first sight, since few of its drafts are accepted either.
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 ERROR_RATE = 0.01  # most good pairs in a hundred that are ever warned about
 HARD = 8.0  # hard text has this many times fewer first tokens accepted than the pair's usual text
@@ -30,17 +31,35 @@ class Misfit:
     ever reaches 1 / ERROR_RATE with at most that probability (Ville's inequality; Ramdas et al.,
     arXiv:2210.01948).
 
-    usual: the share of first drafted tokens that are accepted on this pair's usual text, from its
-    history; None: not known.
+    expected: the share of first drafted tokens that this pair's texts have accepted so far; None:
+    not known.
     """
 
-    usual: float | None = None
+    expected: float | None = None
     rounds: int = 0
     accepted: int = 0  # first tokens
     promised: float = 0.0  # sum of the first tokens' usual or calibrated chances
     tokens: int = 0  # of all rounds, the target's own included
     log_ratio: float = 0.0
     over: bool = field(default=False, init=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Misfit":
+        """From JSON of an earlier process, whose test goes on; one that came to its end says what
+        to expect. ValueError, KeyError or TypeError when it is none."""
+        expected = None if data["expected"] is None else float(data["expected"])
+        rounds, accepted, tokens = (int(data[name]) for name in ("rounds", "accepted", "tokens"))
+        sums = [float(data["promised"]), float(data["log_ratio"])]
+        if not 0 <= accepted <= rounds <= tokens or not all(map(math.isfinite, sums)):
+            raise ValueError("counts of accepted tokens contradict each other")
+        if expected is not None and not 0 <= expected <= 1:
+            raise ValueError("expected is not a share")
+        if rounds >= ROUNDS:
+            return cls(accepted / rounds)
+        return cls(expected, rounds, accepted, sums[0], tokens, sums[1])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "over"}
 
     def round_over(self, accepted: int, chance: float | None = None) -> str | None:
         """The warning, at the round that makes it due.
@@ -50,12 +69,12 @@ class Misfit:
         """
         if self.over:
             return None
-        usual = UNKNOWN if self.usual is None else self.usual
-        least = usual / HARD if chance is None else chance / MISJUDGED
+        expected = UNKNOWN if self.expected is None else self.expected
+        least = expected / HARD if chance is None else chance / MISJUDGED
         self.rounds += 1
         self.tokens += 1 + accepted
         self.accepted += accepted > 0
-        self.promised += usual if chance is None else chance
+        self.promised += expected if chance is None else chance
         self.log_ratio += (
             -math.log(HARD) if accepted else math.log((1 - least / HARD) / (1 - least))
         )

@@ -8,7 +8,7 @@ import pytest
 from dspine_mlx.load import DEMO, load
 from dspine_mlx.models.gain import chance, gains, measured_curve, predict
 from dspine_mlx.models.registry import Published, entry_from
-from dspine_mlx.verify_length import costs
+from dspine_mlx.verify_length import store
 from dspine_mlx.verify_length.costs import Curve
 from tests.support.hub import entry
 
@@ -53,7 +53,7 @@ def test_a_drafter_that_cant_pay_is_predicted_to_lose() -> None:
 def test_costs_count_for_the_same_target_and_a_like_drafter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "CACHE", tmp_path)
+    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
     _, _, drafter = load()
     assert drafter is not None
     block = drafter.config.block_size
@@ -61,13 +61,13 @@ def test_costs_count_for_the_same_target_and_a_like_drafter(
     target = DEMO / "target"
     one = entry_from(entry(block=block, published=[asdict(PUBLISHED)]), "here")
     assert measured_curve(target, one) is None
-    file = {"key": costs.pair_key(drafter), "pair": costs.describe(drafter), "curve": asdict(mine)}
-    costs.write_json(tmp_path / "costs-1.json", file)
+    file = {"key": store.pair_key(drafter), "pair": store.describe(drafter), "curve": asdict(mine)}
+    store.write_json(tmp_path / "costs-1.json", file)
     assert measured_curve(target, one) == mine
     assert [g.length for g in gains(target, one)] == [block - 1]
     assert gains(None, one) == []
     for other in (replace(one, block=7), replace(one, method="dflash"), replace(one, block=None)):
         assert measured_curve(target, other) is None
-    foreign = file | {"key": costs.pair_key(drafter) | {"device": "another"}}
-    costs.write_json(tmp_path / "costs-1.json", foreign)
+    foreign = file | {"key": store.pair_key(drafter) | {"device": "another"}}
+    store.write_json(tmp_path / "costs-1.json", foreign)
     assert measured_curve(target, one) is None

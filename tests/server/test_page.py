@@ -175,8 +175,8 @@ def test_a_browser_shows_the_figures(server: Server, tmp_path: Path, width: int)
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
-    gauges = ("requests_in_progress", "requests_queued", "connections")
-    gauges += ("prompt_cache_bytes", "prompt_cache_sequences")
+    gauges = ["requests_in_progress", "requests_queued", "connections"]
+    gauges += ["prompt_cache_bytes", "prompt_cache_sequences"]
     text = Metrics().text(dict.fromkeys(gauges, 0.0))
     names = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     expressions = [t["expr"] for panel in board["panels"] for t in panel["targets"]]

@@ -1,6 +1,8 @@
 """The warning about a drafter that loads but does not fit: its error rate, by simulation."""
 
+import json
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +26,13 @@ def drawn(random: np.random.Generator, rate: float, rounds: int = ROUNDS) -> np.
     return np.minimum(random.geometric(1 - rate, rounds) - 1, 7)
 
 
-@pytest.mark.parametrize("usual", [0.4, 0.6, 0.8])
-def test_hard_text_on_a_good_pair_raises_no_warning(usual: float) -> None:
+@pytest.mark.parametrize("expected", [0.4, 0.6, 0.8])
+def test_hard_text_on_a_good_pair_raises_no_warning(expected: float) -> None:
     """At the very edge of what hard text is, an eighth of the usual rate, in 4000 pairs."""
     random = np.random.default_rng(5)
-    false = sum(warned(Misfit(usual), drawn(random, usual / 8)) is not None for _ in range(PAIRS))
+    false = sum(
+        warned(Misfit(expected), drawn(random, expected / 8)) is not None for _ in range(PAIRS)
+    )
     assert false / PAIRS <= ERROR_RATE + 3 * (ERROR_RATE / PAIRS) ** 0.5
 
 
@@ -49,9 +53,9 @@ def test_rounds_that_depend_on_each_other_keep_the_error_rate() -> None:
     assert false / PAIRS <= ERROR_RATE
 
 
-@pytest.mark.parametrize(("usual", "most"), [(None, 120), (0.6, 80), (0.75, 60)])
-def test_a_drafter_that_knows_nothing_is_noticed(usual: float | None, most: int) -> None:
-    rounds = warned(Misfit(usual), np.zeros(ROUNDS, int))
+@pytest.mark.parametrize(("expected", "most"), [(None, 120), (0.6, 80), (0.75, 60)])
+def test_a_drafter_that_knows_nothing_is_noticed(expected: float | None, most: int) -> None:
+    rounds = warned(Misfit(expected), np.zeros(ROUNDS, int))
     assert rounds is not None
     assert rounds <= most
 
@@ -99,3 +103,40 @@ def test_a_texts_rounds_are_counted_from_its_histograms() -> None:
     nothing = Misfit(0.6)
     said = [nothing.text_over(Counter({0: 50}), Counter({3: 50})) for _ in range(4)]
     assert [text is None for text in said] == [True, False, True, True]
+
+
+def test_the_test_goes_on_in_the_next_process() -> None:
+    """A drafter that is parked after a few rounds of every text is noticed all the same."""
+    misfit, rounds = Misfit(), 0
+    for _ in range(ROUNDS // 6):
+        misfit = Misfit.from_dict(json.loads(json.dumps(misfit.as_dict())))
+        said = warned(misfit, np.zeros(6, int))
+        rounds += 6
+        if said is not None:
+            break
+    whole = warned(Misfit(), np.zeros(ROUNDS, int))
+    assert whole is not None
+    assert whole <= rounds < whole + 6
+
+
+def test_a_test_that_ended_well_says_what_to_expect() -> None:
+    random, misfit = np.random.default_rng(8), Misfit()
+    assert warned(misfit, drawn(random, 0.7)) is None
+    share = misfit.accepted / misfit.rounds
+    following = Misfit.from_dict(misfit.as_dict())
+    assert (following.expected, following.rounds, following.over) == (share, 0, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"accepted": 3},
+        {"rounds": -1},
+        {"log_ratio": float("nan")},
+        {"expected": 2},
+        {"tokens": "x"},
+    ],
+)
+def test_counts_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Misfit.from_dict(Misfit(None, 2, 1, 0.8, 3, 0.1).as_dict() | wrong)

@@ -1,4 +1,4 @@
-"""dspine-mlx inspect: what a drafter's or target's folder is."""
+"""dspine-mlx inspect: facts about a drafter's or target's folder."""
 
 import json
 from pathlib import Path

@@ -126,7 +126,7 @@ def convert(
         bool,
         typer.Option(
             "--probe",
-            help="Run a known text through --target and the result, to detect a misread checkpoint.",
+            help="Run a known text through --target and the result, to catch misread checkpoints.",
             rich_help_panel=CHECK,
         ),
     ] = False,

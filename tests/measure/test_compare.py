@@ -283,7 +283,7 @@ def test_a_drafter_that_does_not_fit_leaves_mlx_lms_ways(
         load_pair(str(DEMO / "target"), "./nowhere", 0.0, modes)
 
 
-@pytest.mark.parametrize("way", ["fast", "fixed:", "fixed:x", "auto:3x", "mlx-lm-draft:"])
+@pytest.mark.parametrize("mode", ["fast", "fixed:", "fixed:x", "auto:3x", "mlx-lm-draft:"])
 def test_unknown_modes_are_refused(pair: Models, mode: str) -> None:
     with pytest.raises(InputError, match="modes are plain, auto, fixed:N"):
         make_run(mode, pair)

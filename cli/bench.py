@@ -134,7 +134,7 @@ def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[st
     """What --json writes."""
     from importlib.metadata import version
 
-    from dspine_mlx.verify_length.costs import device_name
+    from dspine_mlx.verify_length.store import device_name
 
     packages = {name: version(name) for name in ("dspine-mlx", "mlx", "mlx-lm")}
     return {

@@ -64,7 +64,8 @@ def calibrate(
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length import fit
-    from dspine_mlx.verify_length.calibration import calibration_path, mode_of, save_calibrations
+    from dspine_mlx.verify_length.calibration import mode_of
+    from dspine_mlx.verify_length.store import calibration_path, save_calibrations
 
     check_whole("--limit", limit, 1)
     check_whole("--max-tokens", max_tokens, 1)
@@ -161,7 +162,8 @@ def draw(fits: "dict[str, Fit]", path: Path) -> None:
     import matplotlib
     import numpy as np
 
-    from dspine_mlx.verify_length.calibration import BINS, sigmoid, uncalibrated
+    from dspine_mlx.verify_length.calibration import sigmoid, uncalibrated
+    from dspine_mlx.verify_length.fit import BINS
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

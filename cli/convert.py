@@ -300,14 +300,24 @@ def run_verify(plan: "Plan", out: Path, result: dict[str, Any]) -> bool:
 
 
 def run_probe(out: Path, target: str, result: dict[str, Any]) -> bool:
-    from dspine_mlx.convert.probe import probe
+    from dspine_mlx.convert.probe import probe, settle
 
     found = probe(out, target)
     result["probe"] = {
         "acceptance_length": found.acceptance_length,
         "rounds": found.rounds,
         "misread": found.misread,
+        "readings": [reading._asdict() for reading in found.readings],
     }
+    for reading in found.readings if len(found.readings) > 1 else ():
+        typer.echo(
+            f"Probe, {reading.name}: {reading.acceptance_length:.2f} tokens per round, "
+            f"{reading.speed:.1f} per second",
+            err=True,
+        )
+    if found.chosen is not None and found.chosen.changes and not found.misread:
+        settle(out, found.chosen)
+        typer.echo(f"Kept: {found.chosen.name}", err=True)
     verdict = (
         "; next to nothing is accepted: the checkpoint is read wrongly or was trained for another "
         "target"

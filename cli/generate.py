@@ -283,7 +283,7 @@ def generate(
     if drafter is not None and length == "auto":
         prepare(drafter, profile=not no_profile, explain=rounds.append if explain else None)
     special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.generate
-    sampler = replace(sampler, xtc_special_tokens=special)
+    sampler = replace(sampler, xtc_special_tokens=special, seeded=seed is not None)
     if not ignore_chat_template and has_template(tokenizer, system_prompt):
         messages = messages_of(text, system_prompt, prefill_response)
         tokens = apply_template(tokenizer, messages, template, as_suffix=saved is not None)
@@ -300,8 +300,7 @@ def generate(
         tokens,
         drafter,
         max_tokens=max_tokens,
-        # With a seed, mlx-lm's own function: compared with row by row, its draws give its text.
-        sampler=sampler if seed is None else sampler.function,
+        sampler=sampler,
         prompt_cache=None if saved is None else saved.caches,
         verify_length=length,
         max_kv_size=max_kv_size,

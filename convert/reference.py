@@ -54,6 +54,15 @@ class Round(NamedTuple):
     confidence: np.ndarray | None = None  # [M, K]
 
 
+class Chain(NamedTuple):
+    """Along one path, for drafters whose slots are scored one after the other."""
+
+    path: list[int]  # M tokens
+    scores: np.ndarray  # [M, V] at each slot after the tokens before it; -inf: can't be proposed
+    base: np.ndarray  # [M, V] of the backbone alone
+    confidence: np.ndarray | None = None  # [M]
+
+
 # --- config and names ---------------------------------------------------------------------------
 
 
@@ -82,7 +91,8 @@ def flat_speculators(config: Config) -> Config:
     method = config["speculators_model_type"]
     out["first_slot"] = 0 if config.get("sample_from_anchor", method == "dspark") else 1
     out["is_causal"] = None
-    out["causal"] = False if config.get("sliding_window_non_causal") else None
+    non_causal = config.get("sliding_window_non_causal", method == "dflash2")
+    out["causal"] = False if non_causal else None
     out["window_from_anchor"] = True
     return with_rope(out)
 
@@ -112,9 +122,17 @@ RENAMES = {
     "logit_head.": "",
     "codes": "transfer_codes",
     "transfer_codes.weight": "transfer_codes",
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-TABLES = ("transfer_codes", "embed_tokens.weight", "lm_head.weight") + tuple(
-    f"markov_head.markov_w{i}.weight" for i in (1, 2)
+TABLES = (
+    "transfer_codes",
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
 )  # large, and read in rows
 CHUNK = 8192  # rows of a table that are in float64 at once
 
@@ -450,9 +468,38 @@ def dspark_round(
     anchor: int,
     candidates: np.ndarray | None = None,
     k: int = 16,
-) -> Round:
+    path: list[int] | None = None,
+) -> Round | Chain:
+    """A table of candidates; given a path, the scores along it as published: of all tokens."""
     w, c = Tensors(weights), {"first_slot": 0} | flat(config)
+    if path is not None:
+        return markov_chain(w, c, target, features, anchor, path)
     return markov_round(w, c, target, features, anchor, candidates, k)
+
+
+def markov_states(
+    w: Weights, c: Config, target: Head, features: np.ndarray, anchor: int
+) -> np.ndarray:
+    """Normalised states [M, d] of the slots that propose."""
+    h = embed_block(c, w.get("embed_tokens.weight", target.embedding), anchor)
+    ctx = context_rows(w, c, features)
+    for layer in range(c["num_hidden_layers"]):
+        h = draft_layer(w, c, layer, h, ctx)
+    return rms_norm(h[c["first_slot"] :], w["norm.weight"], c["rms_norm_eps"])
+
+
+def markov_chain(
+    w: Weights, c: Config, target: Head, features: np.ndarray, anchor: int, path: list[int]
+) -> Chain:
+    states = markov_states(w, c, target, features, anchor)
+    base, head = base_logits(w, c, target, states), MarkovHead(w, c)
+    ids, before, scores = draft_tokens(w, c, target), [anchor, *path[:-1]], base.copy()
+    for t in range(len(states)):
+        scores[t, ids] += head.bias(states[: t + 1], before[: t + 1], slice(None))
+    confidence = None
+    if "confidence_head.proj.weight" in w:
+        confidence = np.array(list(map(head.confidence, states, before)))
+    return Chain(path, scores, base, confidence)
 
 
 def markov_round(
@@ -469,11 +516,7 @@ def markov_round(
     Kind rnn depends on the whole path: row i of slot t follows the greedy path up to slot t - 2 and
     then candidate i.
     """
-    h = embed_block(c, w.get("embed_tokens.weight", target.embedding), anchor)
-    ctx = context_rows(w, c, features)
-    for layer in range(c["num_hidden_layers"]):
-        h = draft_layer(w, c, layer, h, ctx)
-    states = rms_norm(h[c["first_slot"] :], w["norm.weight"], c["rms_norm_eps"])
+    states = markov_states(w, c, target, features, anchor)
     base = base_logits(w, c, target, states)
     candidates = top(base, k) if candidates is None else candidates
     ids, rows = draft_tokens(w, c, target), np.zeros(base.shape[1], dtype=np.int64)

@@ -11,6 +11,8 @@ from dspine_mlx.convert.write import sha256
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_finite, quantize_like
 
+RANKS = ("transfer_rank", "markov_rank", "selector_rank", "emb_dim")
+
 
 def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
     """The facts of a folder by name; `problems` lists why it would not load.
@@ -40,7 +42,7 @@ def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
         "causal": causal[0] if len(set(causal)) == 1 else causal,
         "windows": windows if any(windows) else None,
         "mask_token_id": config.mask_token_id,
-        "rank": vars(config).get("transfer_rank") or vars(config).get("markov_rank"),
+        "rank": next((vars(config)[name] for name in RANKS if vars(config).get(name)), None),
         "message_size": vars(config).get("message_size"),
         "draft_vocab_size": vars(config).get("draft_vocab_size"),
         "parameters": parameters(checkpoint),

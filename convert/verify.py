@@ -1,10 +1,11 @@
 """Is a converted folder what its source is? One round in MLX against NumPy on the source."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,7 @@ import numpy as np
 from dspine_mlx.checkpoints.files import load_tensors
 from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
 from dspine_mlx.convert.reference import Head
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
 from dspine_mlx.drafters.dflash import OWN_EMBEDDINGS
 from dspine_mlx.drafters.transfer_space import CODES, SPACE
 from dspine_mlx.errors import InputError
@@ -116,7 +118,6 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
     from the source's own tensors, by the method's own reference."""
     if source.method.reference is None:
         raise InputError(f"{source.method.title} has no round in float64 to verify with")
-    reference = resolve_name(source.method.reference)
     ours = open_checkpoint(converted)
     if SPACE[0] in ours.sources:
         raise InputError(
@@ -127,9 +128,8 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
     drafter = assemble_drafter(ours, target)
     size = drafter.network.feature_size
     features = np.random.default_rng(1).normal(size=(CONTEXT, size)).astype(np.float32)
-    proposal = drafter.propose(
-        target.anchor, mx.array(features)[None], drafter.make_cache()
-    ).ranked()
+    rows = mx.array(features)[None]
+    proposal = drafter.propose(target.anchor, rows, drafter.make_cache())
     dropped = {
         name
         for path in OWN_EMBEDDINGS
@@ -139,15 +139,32 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
     weights: dict[str, np.ndarray] | Source = Source(source, dropped)
     if CODES in ours.sources and CODES not in source.sources:
         weights = {**weights, "transfer_codes": np.array(ours.arrays([CODES])[CODES])}
-    wanted = reference(
-        weights, source.raw, target.numpy, features, target.anchor, np.array(proposal.candidates)
-    )
-    pairs = [(proposal.first, wanted.first), (proposal.transitions, wanted.transitions)]
-    if proposal.confidence is not None and wanted.confidence is not None:
-        pairs.append((proposal.confidence, wanted.confidence))
+    given = (weights, source.raw, target.numpy, features, target.anchor)
+    pairs = differences(proposal, partial(resolve_name(source.method.reference), *given))
     difference = max(float(np.abs(np.array(a) - b).max(initial=0)) for a, b in pairs)
-    scale = float(np.abs(wanted.transitions).max(initial=1))
+    scale = float(np.abs(pairs[-1][1]).max(initial=1))
     return Verification(difference, scale, stored_as(source, ours))
+
+
+def differences(
+    proposal: AnyProposal, reference: Callable[..., Any]
+) -> list[tuple[mx.array, np.ndarray]]:
+    """What a proposal holds and what the reference has in its place, the scores last: a table as a
+    whole, a chain along its greedy path."""
+    if isinstance(proposal, ChainProposal):
+        ((path, _),) = proposal.paths([mx.zeros(proposal.candidates.shape)], 1.0)
+        tokens = proposal.tokens
+        wanted = reference(path=tokens[path].tolist())
+        pairs = [(proposal.scores_on(path), wanted.scores[:, np.array(tokens)])]
+        confidence = proposal.confidence_on(path)
+    else:
+        proposal = proposal.ranked()
+        wanted = reference(candidates=np.array(proposal.candidates))
+        pairs = [(proposal.first, wanted.first), (proposal.transitions, wanted.transitions)]
+        confidence = proposal.confidence
+    if confidence is not None and wanted.confidence is not None:
+        pairs.insert(0, (confidence, wanted.confidence))
+    return pairs
 
 
 def stored_as(source: Checkpoint, ours: Checkpoint) -> bool:

@@ -25,6 +25,7 @@ from dspine_mlx.arguments import (
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.decode import Prefill, decode
+from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.policy import Policy, check_verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
@@ -97,9 +98,36 @@ def check_checkpoints(prompt: mx.array, checkpoints: Checkpoints) -> Checkpoints
     return checkpoints
 
 
-def check_pair(model: nn.Module, drafter: Drafter) -> None:
-    if drafter.target.model is not model:
+def drafter_of(drafter: Any, draft_model: Any, model: nn.Module) -> Drafter | None:
+    """The drafter, under our name for it or mlx-lm's."""
+    if drafter is not None and draft_model is not None:
+        raise InputError("drafter and draft_model are two names for one thing; give one of them")
+    given = draft_model if drafter is None else drafter
+    if given is None:
+        return None
+    if not isinstance(given, Drafter):
+        raise InputError(
+            f"the drafter is a {type(given).__name__}; it must come from load or load_drafter "
+            "(a whole model can draft in mlx_lm.stream_generate)"
+        )
+    if given.target.model is not model:
         raise InputError("the drafter is bound to another model; load it for this one")
+    return given
+
+
+def verify_length_of(
+    verify_length: int | str | Policy, num_draft_tokens: int | None
+) -> int | str | Policy:
+    """The verify length, under our name for it or mlx-lm's."""
+    if num_draft_tokens is not None:
+        if verify_length != "auto":
+            raise InputError(
+                f"num_draft_tokens is {num_draft_tokens} and verify_length {verify_length!r}; they "
+                "are two names for one thing: give one of them"
+            )
+        verify_length = num_draft_tokens
+    check_verify_length(verify_length)
+    return verify_length
 
 
 def stream_generate(
@@ -115,6 +143,9 @@ def stream_generate(
     prompt_checkpoints: Checkpoints | None = None,
     verify_length: int | str | Policy = "auto",
     draft_filter: DraftFilter | None = None,
+    lookup: bool = True,
+    draft_model: Drafter | None = None,
+    num_draft_tokens: int | None = None,
     max_kv_size: int | None = None,
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
@@ -128,8 +159,10 @@ def stream_generate(
     Args: mlx-lm's, and
         drafter: from `load` or `load_drafter`, bound to this model. None: plain mlx-lm decoding.
         sampler: greedy when None. A `dspine_mlx.Sampler` lets drafts be sampled and tested by
-            ratio; any other callable is sampled from row by row and compared with the drafted
-            tokens, so that a seeded run gives the very tokens of seeded plain decoding.
+            ratio. One with `seeded=True`, and any other callable, is sampled from row by row and
+            compared with the drafted tokens: after `mx.random.seed` the text is that of plain
+            decoding with that seed. Of a seeded `Sampler` drafts foresee the draws, so more of
+            them are accepted.
         prompt_cache: as mlx-lm's, with the drafter's caches after the target's (appended if
             missing). Once the generator has ended or was closed, it holds the prompt and the
             yielded tokens; starting another generation from it ends an unfinished one.
@@ -139,12 +172,16 @@ def stream_generate(
             policy (see `dspine_mlx.round.policy`). 0 is plain decoding.
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
+        lookup: where verify_length is "auto", offer what followed the newest tokens earlier in the
+            prompt or text, in rounds where that is worth more than the draft.
+        draft_model, num_draft_tokens: mlx-lm's names for drafter and a fixed verify_length.
 
     logits_processors are called for every row of a block, with the tokens before that row: they
     must not keep a state of their own from call to call.
     """
     check_max_tokens(max_tokens)
-    check_verify_length(verify_length)
+    drafter = drafter_of(drafter, draft_model, model)
+    verify_length = verify_length_of(verify_length, num_draft_tokens)
     check_cache_sizes(prefill_step_size, max_kv_size)
     check_kv_quantization(kv_bits, kv_group_size, quantized_kv_start)
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -156,10 +193,8 @@ def stream_generate(
         sampler = greedy_sampler
     if isinstance(sampler, Sampler) and vocabulary is not None:
         check_top_k(sampler.top_k, vocabulary)
-    statistics, quantization = (
-        Statistics(),
-        KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
-    )
+    statistics = Statistics()
+    quantization = KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
     quantization.check_model(model, max_kv_size)
     if drafter is None:
         tokens = plain_tokens(
@@ -178,7 +213,6 @@ def stream_generate(
             prompt_progress_callback=speed.progress,
         )
     else:
-        check_pair(model, drafter)
         text = partial(
             Text,
             drafter,
@@ -189,6 +223,7 @@ def stream_generate(
             frozenset(tokenizer.eos_token_ids),
             statistics,
             draft_filter,
+            Lookup() if lookup else None,
             prompt_cache is not None,
         )
         checkpoints = check_checkpoints(prompt, prompt_checkpoints or {})

@@ -4,6 +4,7 @@
 // columns, 8 groups of 8: step s multiplies column s of every group. Sums do not depend on M.
 constexpr int CHUNK = 64;
 constexpr bool FACTORED = BITS > 0 && GROUP % CHUNK == 0;  // scale and bias may follow the sum
+using Run = conditional_t<BITS == 0, T, uint>;
 threadgroup float parts[SPLIT * RT * 8 * NT * 8];
 const uint M = x_shape[0], K = x_shape[1], N = scales_shape[0];
 const uint part = simdgroup_index_in_threadgroup;
@@ -45,12 +46,12 @@ for (uint start = part * CHUNK; start < K; start += SPLIT * CHUNK) {
     }
     // its part of W: groups place.y and the next in one row a tile (the last one repeats beyond N)
     const uint run_column = start + 8 * place.y;
-    conditional_t<BITS == 0, T, uint> runs[NT][run_length<BITS>()];
+    Run runs[NT][run_length<BITS>()];
     float scale[NT], bias[NT];
     UNROLL for (int t = 0; t < NT; ++t) {
         size_t at = static_cast<size_t>(min(first + 8 * t + place.x, N - 1)) * K + run_column;
         scale[t] = bias[t] = 0.0f;
-        UNROLL for (int i = 0; i < run_length<BITS>(); ++i) runs[t][i] = 0;
+        UNROLL for (int i = 0; i < run_length<BITS>(); ++i) runs[t][i] = static_cast<Run>(0);
         if (FACTORED || run_column < K) {
             load_run<BITS>(weight, at, runs[t]);
             if (BITS > 0) scale[t] = scale_value<MODE>(scales[at / GROUP]);

@@ -75,13 +75,19 @@ VARIANTS = {
     "DSpark, losses: CE down to .5": Variant("dspark", HALF, first_slot=0),
     "DSpine, losses as published": Variant(loss=PUBLISHED | ALIGN),
     "DSpine, losses: CE down to .5": Variant(loss=HALF | ALIGN),
+    "DFlash2": Variant("dflash2"),
+    "DFlash2, losses: CE alone": Variant("dflash2", {"ce_weight": 1.0}),
+    "Domino": Variant("domino"),
+    "Domino, losses: CE alone": Variant("domino", {"ce_weight": 1.0}),
 }
-TABLE = list(VARIANTS)[:7]
+TABLE = [*list(VARIANTS)[:7], "DFlash2", "Domino"]
 MIXES = [n for m in TABLE[:3] for n in VARIANTS if n == m or n.startswith(f"{m}, losses")]
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},
     "dspine": {},
+    "dflash2": {},
+    "domino": {},
 }
 
 
@@ -141,6 +147,8 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
         "dflash": {},
         "dspark": {"markov_rank": rank // 2},
         "dspine": {"transfer_rank": rank, "message_size": rank // 2},
+        "dflash2": {"selector_rank": rank // 2},
+        "domino": {"gru_hidden_dim": 2 * rank, "emb_dim": rank // 2},
     }
     slots = {
         "first_slot": variant.first_slot,

@@ -15,7 +15,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO
-from dspine_mlx.verify_length import costs
+from dspine_mlx.verify_length import profile, store
+from dspine_mlx.verify_length.costs import Curve
 from tests.support.checkpoints import dspine_specforge, save
 from tests.support.serving import ALL, Server, scripted_pair, serving
 from tests.support.tiny import tiny_target
@@ -86,9 +87,9 @@ def seeded() -> None:
 def flat_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No measuring and no files in the user's cache: rows that cost nothing, so "auto" drafts."""
 
-    def flat(drafter: Drafter) -> costs.Curve:
+    def flat(drafter: Drafter) -> Curve:
         rows = (1e-3,) * (drafter.config.num_proposals + 1)
-        return costs.Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), (rows, rows))
+        return Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), (rows, rows))
 
-    monkeypatch.setattr(costs, "measure", flat)
-    monkeypatch.setattr(costs, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(profile, "measure", flat)
+    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path / "cache")

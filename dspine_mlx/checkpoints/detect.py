@@ -29,26 +29,45 @@ class Unsupported:
     marks: tuple[str, ...] = ()
 
 
+EXPERIMENTS = {  # SpecForge's and others' heads: their title and the projector that says so
+    "hspec": "HSpec",
+    "edsd": "EDSD",
+    "dta": "DTA",
+    "p-eagle": "P-EAGLE",
+    "dspark_kv": "DSpark-KV",
+    "dspark_moe": "DSpark-MoE",
+    "xpress": "xPress",
+    "uno": "UNO",
+    "d2sd": "D2SD",
+    "jetspec": "JetSpec",
+}
 UNSUPPORTED = (
-    Unsupported(
-        "DFlash2",
-        "DFlash2 is not supported yet",
-        ("DFlash2DraftModel",),
-        ("dflash2",),
-        ("dflash2",),
-        marks=("candidate_selector.", "attention_conv."),
-    ),
-    Unsupported(
-        "Domino",
-        "Domino is not supported yet",
-        ("DominoDraftModel",),
-        projector_type=("domino",),
-        marks=("prefix_gru.",),
-    ),
     Unsupported(
         "Qwen35DSparkModel",
         "its gated queries and offset norms are not supported yet",
         ("Qwen35DSparkModel",),
+    ),
+    Unsupported(
+        "DFlash2 for MiniMax",
+        "its swigluoai activation and offset norms are not supported yet",
+        ("MiniMaxDFlash2DraftModel",),
+    ),
+    Unsupported(
+        "LiLiCorr",
+        "its correlation head over candidates is not supported",
+        ("LiLiCorrDraftModel",),
+        projector_type=("lilicorr",),
+        keys=("dflash_config.lilicorr_enabled", "dflash_config.lilicorr_candidate_topk"),
+        marks=("lilicorr",),
+    ),
+    *(
+        Unsupported(
+            title,
+            "its head is not supported",
+            (f"{title.replace('-', '')}DraftModel",),
+            projector_type=tuple({projector, projector.replace("-", "_")}),
+        )
+        for projector, title in EXPERIMENTS.items()
     ),
 )
 Kinds = tuple[Method | Unsupported, ...]

@@ -192,9 +192,10 @@ def open_checkpoint(
         raise InputError(f"{layout.name} drafters have no transfer codes; drop --codes")
     check_flags(method, tensors)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    notes: tuple[str, ...] = ()
+    notes = method.remarks(raw)
     if layout.by_shape:
-        guessed, notes = match_by_shape(layout, raw, shapes)
+        guessed, recognised = match_by_shape(layout, raw, shapes)
+        notes += recognised
         tensors = renamed(tensors, guessed)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     sources, problems = match(layout, shapes)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
-from dspine_mlx.drafters import dflash, dspark, dspark_gemma4, dspine
+from dspine_mlx.drafters import dflash, dflash2, domino, dspark, dspark_gemma4, dspine
 from dspine_mlx.drafters.method import Method
 from dspine_mlx.errors import InputError
 
@@ -14,6 +14,8 @@ BUILT_IN = (
     dspark.METHOD,
     dspark_gemma4.METHOD,
     dspine.METHOD,
+    dflash2.METHOD,
+    domino.METHOD,
 )
 METHODS: dict[str, Method] = {}
 

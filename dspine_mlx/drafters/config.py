@@ -117,6 +117,11 @@ class DrafterConfig:
         return self.block_size - self.first_slot
 
     @property
+    def num_unused_slots(self) -> int:
+        """Slots of a block that propose nothing."""
+        return self.block_size - self.num_proposals
+
+    @property
     def num_draft_tokens(self) -> int:
         """Vd: rows of the drafter's LM head."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size

@@ -4,7 +4,7 @@ A block is the anchor x_0 followed by masks. The target's features of all positi
 anchor enter every draft layer as extra keys and values, kept in a cache from round to round.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
 
 import mlx.core as mx
@@ -13,10 +13,11 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.method import Layout, Method, Names, same
-from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
@@ -116,7 +117,13 @@ class DraftLayer(nn.Module):
         self, x: mx.array, normed: mx.array, context: mx.array, cache: KVCache
     ) -> mx.array:
         """x: [1, B, d], and normed = input_layernorm(x), which the caller may get more cheaply."""
-        h = x + self.self_attn(normed, context, cache)
+        return self.around(lambda rows: self.self_attn(rows, context, cache), x, normed)
+
+    def around(
+        self, attend: Callable[[mx.array], mx.array], x: mx.array, normed: mx.array
+    ) -> mx.array:
+        """The layer with its attention given as a function of rows [..., B, d]."""
+        h = x + attend(normed)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -222,7 +229,7 @@ class DFlash(nn.Module):
         cache: list[KVCache],
         target: Target,
         kernels: Kernels = OFF,
-    ) -> Proposal | SlotwiseProposal:
+    ) -> AnyProposal:
         """See `Drafter.propose`, which lends the target's embedding and head, and the kernels."""
         states = self.backbone(mx.array(anchor), features, cache, target)
         return self.slotwise(target.head(states))

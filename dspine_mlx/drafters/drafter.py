@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
-from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.misfit import Misfit
@@ -57,7 +57,7 @@ class Drafter:
 
     def propose(
         self, anchor: int | mx.array, features: mx.array, cache: list[KVCache]
-    ) -> Proposal | SlotwiseProposal:
+    ) -> AnyProposal:
         """Propose M tokens after the anchor.
 
         features: [1, n, m*d], target features of the positions before the anchor that are not yet

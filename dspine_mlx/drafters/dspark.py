@@ -1,8 +1,8 @@
 """DSpark: a Markov head over the parallel backbone, and a confidence head.
 
 The heads are DeepSpec's: a block of B slots starts with the anchor, whose slot makes the first of B
-proposals. Slot t scores token v after token u as U_t(v) + B_t(u, v), of which only the K base
-candidates of both slots are kept, so the proposal is a K x K table as in DSpine.
+proposals. Slot t scores token v after token u as U_t(v) + B_t(u, v). Where the head is stronger
+than the backbone it prefers tokens that U_t ranks low, so slots are walked over a large pool.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,12 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.drafters.chain import POOL, AnyProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import LARGE, TENSORS, DFlash
+from dspine_mlx.drafters.markov_walk import MarkovProposal
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
-from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
-from dspine_mlx.drafters.top_k import rank
+from dspine_mlx.drafters.top_k import rank, scale_scores
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
@@ -35,6 +37,7 @@ class DSparkConfig(DrafterConfig):
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
     confidence_temperatures: tuple[float, ...] = ()  # one a slot, divides the confidence's logit
+    candidate_pool: int = POOL  # tokens that slots pick from one by one; 0: a table of top_k
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DSparkConfig":
@@ -89,6 +92,12 @@ class VanillaMarkov(nn.Module):
     def mix(self, previous: mx.array, states: mx.array) -> mx.array:
         return previous
 
+    def step(
+        self, previous: mx.array, states: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """See `dspine_mlx.drafters.markov_walk.MarkovHead`."""
+        return self.mix(previous, states), memory
+
 
 class GatedMarkov(VanillaMarkov):
     """B_t(u, v) = w2[v] . (sigmoid(G [h_t; w1[u]] + g) * w1[u])"""
@@ -107,9 +116,8 @@ class RNNMarkov(VanillaMarkov):
     """B_t(v) = w2[v] . tanh(o),  s_t = g s_{t-1} + (1 - g) tanh(c)
 
     with [g; c; o] = J [s_{t-1}; w1[u]; h_t] + j, a sigmoid on g, and s_0 = 0. The state depends on
-    the whole path, so the table follows the greedy one: row i of slot t is exact for a path that is
-    greedy up to slot t - 2 and has candidate i at t - 1. A sampled path may leave it, which costs
-    acceptance but never exactness.
+    the whole path, so a table follows the greedy one: row i of slot t is exact for a path that is
+    greedy up to slot t - 2 and has candidate i at t - 1.
     """
 
     def __init__(self, config: DSparkConfig):
@@ -132,6 +140,14 @@ class RNNMarkov(VanillaMarkov):
             visited = mx.argmax(rows[visited])
             table.append(rows)
         return mx.stack(table)
+
+    def step(
+        self, previous: mx.array, states: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        joint = self.joint_proj(mx.concatenate([memory, previous, states], axis=-1))
+        gate, candidate, output = mx.split(joint, 3, axis=-1)
+        gate = mx.sigmoid(gate)
+        return mx.tanh(output), gate * memory + (1 - gate) * mx.tanh(candidate)
 
 
 MARKOV_HEADS = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RNNMarkov}
@@ -173,14 +189,32 @@ class DSpark(DFlash):
         cache: list[KVCache],
         target: Target,
         kernels: Kernels = OFF,
-    ) -> Proposal | SlotwiseProposal:
-        """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the
-        confidence of every slot after each candidate of the one before. See `Drafter.propose`."""
+    ) -> AnyProposal:
+        """Propose M tokens after the anchor. See `Drafter.propose`.
+
+        Slot t scores v after u as U_t(v) + B_t(u, v): over a pool of `candidate_pool` tokens,
+        walked slot by slot, or if that is 0 over the `top_k` best base candidates of both slots, as
+        a table.
+        """
         anchor = mx.array(anchor)
         states = self.backbone(anchor, features, cache, target)
         logits = target.head(states)
         if "markov_head" not in self:
             return self.slotwise(logits, self.confidence(states))
+        if self.config.candidate_pool:
+            base = scale_scores(logits, self.config)
+            pool = shared_pool(base, self.config.candidate_pool)
+            vocabulary = self.d2t if "d2t" in self else None
+            return MarkovProposal(
+                self.markov_head, base, states, anchor, vocabulary, pool, self.confidence
+            )
+        return self.table(anchor, states, logits, kernels)
+
+    def table(
+        self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
+    ) -> Proposal:
+        """T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the confidence of every slot after each
+        candidate of the one before."""
         ids, scores = rank(logits, self.config)
         candidates = self.tokens(ids)
         before = mx.broadcast_to(anchor.reshape(1, 1), (1, ids.shape[1])).astype(candidates.dtype)
@@ -239,6 +273,13 @@ def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     return flat
 
 
+def readings(config: DSparkConfig, target: Target) -> dict[str, dict[str, Any]]:
+    """A table is cheaper, and does where the head seldom brings in what the backbone ranks low."""
+    if not config.markov_rank or not config.candidate_pool:
+        return {}
+    return {f"a table of each slot's {config.top_k} best": {"candidate_pool": 0}}
+
+
 def is_specforge(config: Config, names: Collection[str]) -> bool:
     return "dflash_config" in config or any("logit_head." in name for name in names)
 
@@ -277,6 +318,7 @@ METHOD = Method(
     projector_type=("dspark",),
     marks=MARKS,
     fill=heads_from_tensors,
+    readings=readings,
     reference="dspine_mlx.convert.reference:dspark_round",
     objective="dspine_mlx.train.objectives.dspark:OBJECTIVE",
 )

@@ -1,11 +1,11 @@
 """DSpark over a backbone of Gemma 4's global layers (DeepSpec's dspark_gemma4_*)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.gemma4_text import RMSNormNoScale
 
@@ -56,10 +56,10 @@ class Gemma4Layer(DraftLayer):
             self[name] = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layer_scalar = mx.ones((1,))  # s
 
-    def __call__(
-        self, x: mx.array, normed: mx.array, context: mx.array, cache: KVCache
+    def around(
+        self, attend: Callable[[mx.array], mx.array], x: mx.array, normed: mx.array
     ) -> mx.array:
-        h = x + self.post_attention_layernorm(self.self_attn(normed, context, cache))
+        h = x + self.post_attention_layernorm(attend(normed))
         mlp = self.mlp(self.pre_feedforward_layernorm(h))
         return (h + self.post_feedforward_layernorm(mlp)) * self.layer_scalar
 

@@ -11,6 +11,7 @@ from dspine_mlx.drafters.transfer_space import SPACE
 
 if TYPE_CHECKING:
     from dspine_mlx.drafters.dflash import DFlash
+    from dspine_mlx.target.model import Target
 
 Names = dict[str, str]
 Config = Mapping[str, Any]  # a checkpoint's config.json
@@ -29,6 +30,14 @@ def always(config: Config, names: Collection[str]) -> bool:
 
 def as_stated(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     return flat
+
+
+def nothing(config: Config) -> tuple[str, ...]:
+    return ()
+
+
+def no_other(config: DrafterConfig, target: "Target") -> dict[str, dict[str, Any]]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,9 @@ class Method:
     fill: Fill = as_stated  # settings that tensors tell where config.json is silent
     codes: str | None = None  # the config's field with the rank of its transfer codes, if any
     flags: tuple[str, ...] = ()  # published tensors of one number that must be true
+    # other ways to run a checkpoint, {in words: fields of its config}, which a probe tells apart
+    readings: Callable[[Any, "Target"], dict[str, dict[str, Any]]] = no_other
+    remarks: Callable[[Config], tuple[str, ...]] = nothing  # on a config.json, for `inspect`
     reference: str | None = None  # "module:function", a round in float64; None: can't be verified
     objective: str | None = None  # "module:object" to train it; None: can't be trained here
 

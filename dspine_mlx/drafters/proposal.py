@@ -1,5 +1,6 @@
 """What a drafter hands to selection, for one block: the point where all drafters meet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +8,8 @@ import mlx.core as mx
 
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.top_k import rank, scale_scores, shortlist
+from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.metal.walk import walk
 
 
 class Proposal(NamedTuple):
@@ -21,6 +24,32 @@ class Proposal(NamedTuple):
     def ranked(self) -> "Proposal":
         """Itself: its candidates are ranked."""
         return self
+
+    def paths(
+        self,
+        noises: list[mx.array],
+        scale: float,
+        reshape: Callable[[mx.array], mx.array] | None = None,
+        kernels: Kernels = OFF,
+    ) -> list[tuple[mx.array, mx.array]]:
+        """The walk that argmax(scores + noise) takes, for each noise [M, K]: indices [M] of
+        candidates, and the probs softmax(scale * scores) [M, K] of each slot that it met.
+
+        reshape: applied to the scores [n, K] first.
+        """
+        first, transitions = self.first, self.transitions
+        if reshape is not None:
+            rows = mx.concatenate([first[None], transitions.reshape(-1, first.size)])
+            rows = reshape(rows)
+            first, transitions = rows[0], rows[1:].reshape(transitions.shape)
+        return [walk(first, transitions, noise, scale, kernels) for noise in noises]
+
+    def confidence_on(self, path: mx.array) -> mx.array | None:
+        """[M] the chance that each slot of a path [M] is accepted if the one before is."""
+        if self.confidence is None:
+            return None
+        before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
+        return mx.take_along_axis(self.confidence, before[:, None], axis=1)[:, 0]
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import load
 from dspine_mlx.server.compatibility import check_host
-from dspine_mlx.verify_length import costs
-from dspine_mlx.verify_length.calibration import Calibration, load_calibrations
+from dspine_mlx.verify_length import store
+from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.costs import Curve
-from dspine_mlx.verify_length.store import calibrations_on_file, costs_on_file
+from dspine_mlx.verify_length.on_file import calibrations_on_file, costs_on_file
+from dspine_mlx.verify_length.store import load_calibrations
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 BANDWIDTH = {  # GB/s as Apple publishes them; the larger where a name has two
@@ -103,7 +104,7 @@ def device() -> Iterator[Finding]:
         advice = "" if sys.platform != "darwin" else "use a native arm64 Python on Apple Silicon"
         status = PROBLEM if sys.platform == "darwin" else NOTE
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        yield Finding("machine", OK, f"{costs.device_name()}, {memory:.0f} GiB")
+        yield Finding("machine", OK, f"{store.device_name()}, {memory:.0f} GiB")
         yield Finding("Metal", status, "there is none; MLX runs on the CPU", advice)
         return
     info = mx.device_info()
@@ -164,7 +165,7 @@ def pair() -> Iterator[Finding]:
 def on_file() -> Iterator[Finding]:
     """Every file of costs and calibrations."""
     entries = [*costs_on_file(), *calibrations_on_file()]
-    detail = f"{len(entries)} files of costs and calibrations in {costs.CACHE}"
+    detail = f"{len(entries)} files of costs and calibrations in {store.cache_folder()}"
     yield Finding("on file", OK, detail, private=True)
     for cost in costs_on_file():
         yield line("costs", cost.name, cost.pair, cost.problem, cost.days, figures(cost.curve))

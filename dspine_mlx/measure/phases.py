@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.sample_utils import greedy_sampler
 
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.errors import InputError
@@ -57,12 +59,19 @@ class Stopwatch:
             self.turn(before)
 
 
+def parts(proposal: AnyProposal) -> Any:
+    """The arrays that a proposal comes with."""
+    if isinstance(proposal, ChainProposal):
+        return proposal.arrays()
+    return proposal.logits if isinstance(proposal, SlotwiseProposal) else proposal
+
+
 def timed_rounds(text: Text, length: int, budget: int, watch: Stopwatch) -> None:
     """The rounds of `speculate` at a fixed length, each part waited for under the watch."""
     while budget > 1:
         with watch.timing("draft"):
             proposal = text.context.propose(text.anchor, text.features)
-            mx.eval(proposal.logits if isinstance(proposal, SlotwiseProposal) else proposal)
+            mx.eval(parts(proposal))
         with watch.timing("select"):
             draft = select(
                 proposal, text.draft_sampler, text.drafter.kernels, text.stops, with_evidence=False

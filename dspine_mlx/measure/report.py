@@ -23,9 +23,9 @@ from dspine_mlx.measure.compare import Pair, add_margins, compare, summaries
 from dspine_mlx.measure.doctor import Finding, examine
 from dspine_mlx.measure.phases import split
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.verify_length.costs import device_name, structure
+from dspine_mlx.verify_length.on_file import calibrations_on_file, costs_on_file
 from dspine_mlx.verify_length.schedule import prepare
-from dspine_mlx.verify_length.store import calibrations_on_file, costs_on_file
+from dspine_mlx.verify_length.store import device_name, structure
 
 log = logging.getLogger(__name__)
 FORMAT = 1

@@ -85,4 +85,6 @@ def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
         plainly = policy.parked or budget < 2  # nothing is drafted for the last token
         for token in (decode_plainly if plainly else speculate)(text, policy, budget):
             budget = 0 if token[0] in text.stops else budget - 1
+            if text.lookup is not None:  # while the device makes the next draft
+                text.lookup.add((token[0],))
             yield token

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 
 BACKLOG = 64  # positions whose features enter the drafter's cache together in plain decoding
 
@@ -30,7 +30,7 @@ class DraftContext:
         self.marks = [c.offset for c in self.cache]
         self.taken: int | None = None  # rows of the backlog that a proposal took in
 
-    def propose(self, anchor: mx.array, features: mx.array) -> Proposal | SlotwiseProposal:
+    def propose(self, anchor: mx.array, features: mx.array) -> AnyProposal:
         """Take in the backlog and the newest features, and propose tokens after the anchor."""
         rows = mx.concatenate([*self.backlog, features], axis=1)
         proposal = self.drafter.propose(anchor, rows, self.cache)

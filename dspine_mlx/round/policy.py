@@ -8,6 +8,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.arguments import INT32
 from dspine_mlx.errors import InputError
+from dspine_mlx.round.lookup import CopyChances
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
@@ -24,6 +25,16 @@ class Policy(Protocol):
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         """A new text starts after depth tokens."""
+
+    @property
+    def copies(self) -> CopyChances | None:
+        """What it has learnt of lookup drafts; None: it wants none."""
+
+    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
+        """Tokens of the copy to feed in the draft's place, at most limit; 0: the draft is better.
+
+        A sampled draft's tokens must have no part in it, nor its evidence: only the greedy path's.
+        """
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
@@ -54,9 +65,13 @@ class Fixed:
     tokens: int
     parked: bool = False
     needs_evidence: bool = False
+    copies: CopyChances | None = None
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.parked = self.tokens == 0
+
+    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
+        return 0
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         return min(self.tokens, limit)

@@ -34,6 +34,7 @@ class Sampler:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_special_tokens: tuple[int, ...] = ()
+    seeded: bool = False  # draw the very tokens that plain decoding draws with the same seed
 
     def __post_init__(self) -> None:
         check_temperature(self.temp)
@@ -50,7 +51,7 @@ class Sampler:
     @cached_property
     def function(self) -> SamplerFunction:
         """mlx-lm's own sampler with these settings."""
-        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seeded"}
         return make_sampler(**settings | {"xtc_special_tokens": list(self.xtc_special_tokens)})
 
     def __call__(self, logprobs: mx.array) -> mx.array:
@@ -85,13 +86,19 @@ class Sampler:
         special = list(self.xtc_special_tokens)
         return apply_xtc(row, self.xtc_probability, self.xtc_threshold, special)
 
-    def draft_probs(self, scores: mx.array) -> mx.array:
-        """The law [n, K] to draw drafts from, given scores [n, K] of the K candidates.
+    def draft_probs(self, scores: mx.array, excludable: mx.array | None = None) -> mx.array:
+        """The probabilities [.., K] to draft with, given scores [.., K] of the K candidates.
 
-        The user's truncation without the coin of XTC: any law is lossless, one close to the
-        target's is accepted more often.
+        The user's truncation without the coin of XTC: any distribution is lossless, one close to
+        the target's is accepted more often. excludable [.., K]: the candidates that XTC may
+        exclude, where its coin is known.
         """
         kept = self.truncate(scores - mx.logsumexp(scores, axis=-1, keepdims=True))
+        if excludable is not None:
+            probs = mx.softmax(kept, axis=-1)
+            high = mx.where(probs > self.xtc_threshold, probs, mx.inf)
+            top = probs > high.min(axis=-1, keepdims=True)
+            kept = mx.where(excludable & top, -mx.inf, kept)
         if 0 < self.top_k < kept.shape[-1]:
             kept = apply_top_k(kept, self.top_k)
         return mx.softmax(kept * (1.0 / self.temp), axis=-1)

@@ -1,16 +1,20 @@
 """Selection: walk a proposal left to right and pick one candidate a slot."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
 from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
+from dspine_mlx.round.foresee import draws_by_inverse_cdf, foresee
 from dspine_mlx.round.sampler import Sampler
 
 Stops = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
+FEW = 64  # numbers per slot that go to the host as they are
 
 
 class Evidence(NamedTuple):
@@ -18,7 +22,7 @@ class Evidence(NamedTuple):
     the host, where a block's few numbers take less time than a launch."""
 
     tokens: mx.array  # [M]
-    chances: mx.array  # [M] from its confidence, or the laws [M, K] that the slots picked from
+    chances: mx.array  # [M] from its confidence or of top entries, or the probs [M, K] picked from
     stops: Stops = frozenset()
 
     def log_odds(self) -> list[float]:
@@ -49,6 +53,7 @@ class Draft(NamedTuple):
     q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
     greedy_path: Evidence | None = None  # of a sampled draft, known before any draw
+    copied: list[float] | None = None  # of a copy (`lookup`): chances [M] of its tokens
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]
@@ -56,17 +61,22 @@ class Draft(NamedTuple):
 
 
 def select(
-    proposal: Proposal | SlotwiseProposal,
+    proposal: AnyProposal,
     sampler: Sampler | None = None,
     kernels: Kernels = OFF,
     stops: Stops = frozenset(),
     with_evidence: bool = True,
 ) -> Draft:
-    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates.
+    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates. A
+    seeded sampler's draws are foreseen.
 
     stops: tokens after which no slot can be accepted. Nothing is evaluated here. With a sampler the
-    draws come from `mx.random`'s global state.
+    draws come from `mx.random`'s global state, which a seeded one leaves as it is.
     """
+    if sampler is not None and sampler.seeded:
+        if draws_by_inverse_cdf() and not isinstance(proposal, ChainProposal):
+            return foreseen(proposal.ranked(), sampler, kernels, stops)
+        sampler = None  # a chain is not known before it is walked: its greedy path is drafted
     if sampler is None and isinstance(proposal, SlotwiseProposal):
         tokens, chances = proposal.greedy_tokens(), proposal.confidence
         draft = Draft(tokens, tokens[:, None], None)
@@ -74,38 +84,54 @@ def select(
             return draft
         chances = proposal.probs() if chances is None else chances
         return draft._replace(evidence=Evidence(tokens, chances, stops))
-    proposal = proposal.ranked()
-    candidates, first, transitions = proposal.candidates, proposal.first, proposal.transitions
-    noise, temp = mx.broadcast_to(mx.array(0.0), candidates.shape), 1.0
+    if not isinstance(proposal, ChainProposal):
+        proposal = proposal.ranked()
+    candidates, reshape, temp = proposal.candidates, None, 1.0
+    noises = [mx.broadcast_to(mx.array(0.0), candidates.shape)]
     if sampler is not None:
-        if sampler.truncates:  # scores become log laws, to be drawn from at temperature 1
-            rows = mx.concatenate([first[None], transitions.reshape(-1, first.size)])
-            rows = mx.log(sampler.draft_probs(rows))
-            first, transitions = rows[0], rows[1:].reshape(transitions.shape)
+        if sampler.truncates:  # scores become log probs, to be drawn from at temperature 1
+            reshape = log_probs(sampler)
         else:
             temp = sampler.temp
-        noise = mx.random.gumbel(candidates.shape) * temp
-    path, law = walk(first, transitions, noise, 1 / temp, kernels)
-    draft = Draft(tokens_on(proposal, path), candidates, None if sampler is None else law)
+        noises.insert(0, mx.random.gumbel(candidates.shape) * temp)
+    walks = proposal.paths(noises if with_evidence else noises[:1], 1 / temp, reshape, kernels)
+    path, probs = walks[0]
+    draft = Draft(tokens_on(proposal, path), candidates, None if sampler is None else probs)
     if not with_evidence:
         return draft
-    draft = draft._replace(evidence=evidence(proposal, path, law, stops))
+    draft = draft._replace(evidence=evidence(proposal, path, probs, stops))
     if sampler is None:
         return draft
-    greedy = walk(first, transitions, mx.zeros_like(noise), 1 / temp, kernels)
-    return draft._replace(greedy_path=evidence(proposal, *greedy, stops))
+    return draft._replace(greedy_path=evidence(proposal, *walks[1], stops))
 
 
-def tokens_on(proposal: Proposal, path: mx.array) -> mx.array:
+def log_probs(sampler: Sampler) -> Callable[[mx.array], mx.array]:
+    """Scores [n, K] -> the logarithms of what the sampler draws from them."""
+    return lambda scores: mx.log(sampler.draft_probs(scores))
+
+
+def foreseen(proposal: Proposal, sampler: Sampler, kernels: Kernels, stops: Stops) -> Draft:
+    """What the sampler will most probably draw from the random state as it is now."""
+    first, transitions = foresee(proposal, sampler, mx.random.state[0])
+    noise = mx.zeros(proposal.candidates.shape)
+    path, chances = walk(first, transitions, noise, 1.0, kernels)
+    tokens = tokens_on(proposal, path)
+    return Draft(tokens, tokens[:, None], None, Evidence(tokens, chances, stops))
+
+
+def tokens_on(proposal: Proposal | ChainProposal, path: mx.array) -> mx.array:
     """A path's tokens: [M]."""
     return mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
 
 
-def evidence(proposal: Proposal, path: mx.array, law: mx.array, stops: Stops) -> Evidence:
-    """Of a path [M] of candidate indices, whose slots picked from the laws [M, K]."""
-    tokens = tokens_on(proposal, path)
-    if proposal.confidence is None:
-        return Evidence(tokens, law, stops)
-    before = mx.concatenate([mx.zeros((1,), path.dtype), path[:-1]])
-    known = mx.take_along_axis(proposal.confidence, before[:, None], axis=1)[:, 0]
-    return Evidence(tokens, known, stops)
+def evidence(
+    proposal: Proposal | ChainProposal, path: mx.array, probs: mx.array, stops: Stops
+) -> Evidence:
+    """Of a path [M] of candidate indices, whose slots picked from the probs [M, K]."""
+    tokens, known = tokens_on(proposal, path), proposal.confidence_on(path)
+    return Evidence(tokens, few(probs) if known is None else known, stops)
+
+
+def few(probs: mx.array) -> mx.array:
+    """Probs [M, K] as they are, or the top one [M] of many."""
+    return probs if probs.shape[-1] <= FEW else probs.max(axis=-1)

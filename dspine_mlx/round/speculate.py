@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from dspine_mlx.round.accept import accept
+from dspine_mlx.round.lookup import Copy
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.select import Draft, select
 from dspine_mlx.round.text import Text, Token
@@ -24,13 +25,16 @@ def speculate(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
     draft, seconds = propose(text, anchor, policy)
     while True:
         limit = int(min(len(draft.tokens), budget - 1, text.width_limit() - 1))
-        length = policy.length(draft, limit, text.position, seconds)
+        copy = text.lookup.draft(limit) if text.lookup is not None and policy.copies else None
+        draft, length = choose(text, policy, draft, copy, limit, seconds)
         length = text.permitted(anchor, draft, length)
 
         logits = text.verify(anchor, draft.tokens[:length])
         n, following = accept(draft, logits, text.sampler)
         block = text.keep(draft.tokens[:n], following, logits)
-        policy.learn(text.statistics.record(length, block), length)
+        policy.learn(text.statistics.record(length, block, draft.copied is not None), length)
+        if copy is not None and policy.copies is not None:
+            policy.copies.learn(copy, [token for token, *_ in block])
 
         budget -= len(block)
         anchor = mx.array([following], anchor.dtype)
@@ -43,6 +47,19 @@ def speculate(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
         if last:
             return
         text.roll_back()
+
+
+def choose(
+    text: Text, policy: Policy, draft: Draft, copy: Copy | None, limit: int, seconds: float
+) -> tuple[Draft, int]:
+    """The draft to offer, the drafter's or the copy, and how many of its tokens."""
+    if copy is not None and policy.copies is not None:
+        tokens, chances = mx.array(copy.tokens, mx.uint32), policy.copies.of(copy, text.stops)
+        copied = Draft(tokens, tokens[:, None], None, copied=chances)
+        length = policy.copied_length(copied, draft, limit, text.position)
+        if length:
+            return copied, length
+    return draft, policy.length(draft, limit, text.position, seconds)
 
 
 def propose(text: Text, anchor: mx.array, policy: Policy) -> tuple[Draft, float]:

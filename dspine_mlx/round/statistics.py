@@ -20,14 +20,18 @@ class Statistics:
     accepted_histogram: Counter[int] = field(default_factory=Counter)
     verify_lengths: Counter[int] = field(default_factory=Counter)
     plain: int = 0  # tokens decoded without a draft
+    lookups: int = 0  # rounds that offered a copy of earlier text
     probes: int = 0  # drafts made meanwhile, only to be compared with the plain tokens
     verdict: str = ""  # why the text was drafted or not, in words; set at its end
 
-    def record(self, drafted: int, block: Sequence[tuple[int, Any, bool]]) -> int:
-        """A round that offered `drafted` tokens and gave this block of text: how many of them were
-        accepted."""
+    def record(
+        self, drafted: int, block: Sequence[tuple[int, Any, bool]], copied: bool = False
+    ) -> int:
+        """A round that offered `drafted` tokens, copied or the drafter's, and gave this block of
+        text: how many of them were accepted."""
         accepted = sum(from_draft for *_, from_draft in block)
         self.rounds += 1
+        self.lookups += copied
         self.drafted += drafted
         self.accepted += accepted
         self.round_tokens += len(block)

@@ -13,6 +13,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.accept import TargetLogits
 from dspine_mlx.round.draft_context import DraftContext
+from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, Stops
 from dspine_mlx.round.statistics import Statistics
@@ -42,6 +43,7 @@ class Text:
     stops: Stops = frozenset()
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
+    lookup: Lookup | None = None  # holds the prompt and the yielded tokens; None: nothing is copied
     kept: bool = True  # somebody goes on with the caches after the text
 
     def __post_init__(self) -> None:
@@ -78,12 +80,14 @@ class Text:
 
     @property
     def draft_sampler(self) -> Sampler | None:
-        """What drafts are sampled with; None: they are greedy, and one-hot.
+        """What drafts are sampled with, or whose draws they foresee; None: they are greedy.
 
-        A filtered draft has to be: a cut that looks at sampled tokens would bias them.
+        A filtered draft may not be sampled: a cut that looks at sampled tokens would bias them.
         """
         sampler = self.sampler
-        return sampler if isinstance(sampler, Sampler) and self.draft_filter is None else None
+        if not isinstance(sampler, Sampler) or (self.draft_filter and not sampler.seeded):
+            return None
+        return sampler
 
     def checkpoint(self) -> None:
         """All rows in the target's caches belong to the text."""
@@ -110,6 +114,8 @@ class Text:
                 checkpoints[end](self.prompt_cache)
             yield end - start
         self.history, self.pending = prompt[:-1], prompt[-1:]
+        if self.lookup is not None:
+            self.lookup.add(prompt.tolist())
 
     def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
         """The target's logits [n, V] after each of the tokens [n]."""

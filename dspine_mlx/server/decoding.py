@@ -89,13 +89,14 @@ def drafting(
 ) -> dict[str, Any]:
     """The options of mlx_lm's stream_generate as dspine_mlx.stream_generate takes them.
 
-    With a seed the drafts are one-hot, which draws the very tokens of seeded plain decoding, and
-    with a grammar, which cuts them; otherwise they are sampled and verified by the ratio test.
+    With a seed the draws are those of seeded plain decoding, and drafts foresee them. Otherwise
+    drafts are sampled and verified by the ratio test, but for a grammar, which cuts them.
     """
     unknown = ("num_draft_tokens", "input_embeddings")
     options = {name: value for name, value in options.items() if name not in unknown}
     options["verify_length"] = args.call.verify_length
-    if args.seed is None and grammar is None and args.sampling.temperature > 0:
+    seeded = args.seed is not None
+    if args.sampling.temperature > 0 and (seeded or grammar is None):
         special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
         options["sampler"] = Sampler(
             args.sampling.temperature,
@@ -105,6 +106,7 @@ def drafting(
             xtc_probability=args.sampling.xtc_probability,
             xtc_threshold=args.sampling.xtc_threshold,
             xtc_special_tokens=special,
+            seeded=seeded,
         )
     if grammar is not None:
         options["draft_filter"] = grammar.permitted

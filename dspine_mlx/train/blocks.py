@@ -83,8 +83,8 @@ class Inputs(NamedTuple):
 def run(layer: DraftLayer, checkpoint: bool) -> Layer:
     def function(x: mx.array, rows: mx.array, anchors: mx.array) -> mx.array:
         normed = layer.input_layernorm(x)
-        h = x + attend(layer.self_attn, normed, Context(rows, anchors))
-        return h + layer.mlp(layer.post_attention_layernorm(h))
+        context = Context(rows, anchors)
+        return layer.around(lambda inner: attend(layer.self_attn, inner, context), x, normed)
 
     return nn.utils.checkpoint(layer, function) if checkpoint else function
 
@@ -92,7 +92,7 @@ def run(layer: DraftLayer, checkpoint: bool) -> Layer:
 def embed(drafter: Drafter, batch: Batch) -> mx.array:
     """[anchor, mask, mask, ...] of every block, embedded: [S, A, B, d]."""
     S, A, M = batch.weights.shape
-    masks = M - 1 + drafter.config.first_slot
+    masks = M - 1 + drafter.config.num_unused_slots
     anchors = batch.gather(batch.tokens, 0)[:, :, :1]
     fill = mx.full((S, A, masks), drafter.config.mask_token_id, anchors.dtype)
     block = drafter.target.embed(mx.concatenate([anchors, fill], axis=-1))

@@ -35,6 +35,8 @@ class LossConfig:
     replacement_hold_ratio: float = 1 / 6  # until here at that probability,
     replacement_end_ratio: float = 1 / 3  # then down to 0 here
     confidence_weight: float = 1.0  # DSpark
+    backbone_start: float = 1.0  # Domino: share of the backbone's own loss, which falls
+    backbone_ratio: float = 1.0  # to 0 in this share of the run
     injection: bool = True  # False: the base states get no message (ablation)
     refinement: bool = True  # False: no loss on refined scores (ablation)
 
@@ -42,6 +44,10 @@ class LossConfig:
         """Share of CE at a share of the run in [0, 1]."""
         start = self.ce_weight if self.ce_start is None else self.ce_start
         return ramp(progress, self.ce_hold, self.ce_end, start, self.ce_weight)
+
+    def backbone(self, progress: float) -> float:
+        """Share of the loss on logits without the correction."""
+        return ramp(progress, 0.0, self.backbone_ratio, self.backbone_start, 0.0)
 
     def replacement(self, progress: float) -> float:
         """Chance that a block's first layers see the true predecessor."""

@@ -92,7 +92,7 @@ class Trainer:
         config, drafter = self.config, self.drafter.config
         if config.short_block_size is None or self.progress >= config.short_ratio:
             return drafter.num_proposals
-        return config.short_block_size - drafter.first_slot
+        return config.short_block_size - drafter.num_unused_slots
 
     def batches(self) -> list[Batch]:
         """The micro-batches of this step."""
@@ -115,6 +115,7 @@ class Trainer:
             mx.array(self.loss.alpha(self.progress)),
             mx.array(self.loss.alignment_weight * min(1.0, (self.step + 1) / max(1, self.warmup))),
             sum(batch.weights.sum() for batch in batches),
+            mx.array(self.loss.backbone(self.progress)),
         )
         total, grads, estimate = mx.array(0.0), None, Estimate()
         for batch in batches:

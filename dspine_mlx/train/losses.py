@@ -23,6 +23,7 @@ class Schedule(NamedTuple):
     alpha: mx.array  # share of CE
     beta: mx.array  # weight of the alignment
     denominator: mx.array  # sum of the weights of all rows of the optimiser step
+    backbone: mx.array = mx.array(0.0)  # share of the backbone's own loss, for Domino
 
 
 class LossRows(NamedTuple):
@@ -53,7 +54,12 @@ def drafter_loss(
     if count > logit_rows:
         row_loss = mx.checkpoint(row_loss)  # a chunk's logits are made again in the backward pass
     chunks = [
-        row_loss(schedule.alpha, *shared, *(x[i : i + logit_rows] for x in flat))
+        row_loss(
+            schedule.alpha,
+            *objective.scheduled(schedule),
+            *shared,
+            *(x[i : i + logit_rows] for x in flat),
+        )
         for i in range(0, count, logit_rows)
     ]
     parts = [mx.concatenate(part) for part in zip(*chunks, strict=True)]

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.checkpoints.files import read_config, read_json
+from dspine_mlx.checkpoints.names import parameter
 from dspine_mlx.checkpoints.open import open_checkpoint
 from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.config import flatten
@@ -231,7 +232,9 @@ def warm_start(network: DFlash, path: str) -> set[str]:
     own = dict(tree_flatten(network.parameters()))
     fit = {n: w for n, w in weights.items() if n in own and own[n].shape == w.shape}
     lost = sorted(weights.keys() - fit.keys())
-    backbone = [n for n in own if n.startswith(("layers.", "fc.")) and n not in fit]
+    plain = METHODS["dflash"].converted  # a method's own parts of a layer may be new
+    layers = [n for n in own if n.startswith(("layers.", "fc.")) and parameter(plain, n)]
+    backbone = [n for n in layers if n not in fit]
     if lost or backbone:
         raise InputError(
             f"{path} can't start this drafter: {', '.join(lost + backbone)} do not fit its shapes"

@@ -1,37 +1,76 @@
-"""What drafting has brought so far, against plain decoding: when to give it up for now."""
+"""Plain tokens that drafting may still lose: when it stops, and when it is tried again."""
 
 from dataclasses import dataclass
+from typing import Any
 
-LEAST, FIRST, MOST = 1.0, 7.0, 16.0  # plain tokens that drafting may owe: limits, and at first
-TRUST = 0.2  # of the tokens it has saved, it may owe as many more
+START, CAP = 8.0, 16.0  # plain tokens of credit, at first and at most
+SHARE = 0.01  # of the time, at most, for drafts made while parked
+FIRST_WAIT, LAST_WAIT = 16, 64  # plain tokens between two of them, doubled by each that fails
 
 
 @dataclass
-class Ledger:
-    """Plain tokens won and lost by rounds, from the tokens that they really brought and the seconds
-    that they are expected to take.
+class Budget:
+    """One balance, in the time of plain tokens.
 
-    Single rounds tell little: a hard sentence must not stop a drafter that pays. So losses add up
-    and gains pay them back (a one-sided cumulative sum, Page 1954); drafting stops when it owes
-    more than it may. Calibration has no part in it. Drafting that stops without having saved
-    anything may owe a quarter as much the next time.
+    Drafting starts with a credit of START. Rounds pay in what they save and take out what they
+    lose: their tokens less their seconds in plain tokens. When the balance no longer covers another
+    round like the last one, drafting stops. A draft that is only watched books half of what its
+    round would have won. One plain token's worth starts drafting again, and so does a new text,
+    with a quarter of the last credit until drafting has earned START again.
     """
 
-    allowance: float = FIRST
-    owed: float = 0.0
-    saved: float = 0.0
+    balance: float = START
+    credit: float = START  # when drafting starts again
+    wait: int = FIRST_WAIT  # plain tokens between probes
+    since: int = 0  # plain tokens since the last draft
+    eager: bool = False  # whether the next probe waits for SHARE only
 
-    def round_over(self, tokens: int, seconds: float, plain: float) -> None:
-        """A round brought tokens; plain: seconds of a plain token."""
-        gain = tokens - seconds / plain
-        self.owed = max(0.0, self.owed - gain)
-        self.saved = max(0.0, self.saved + gain)
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Budget":
+        """From JSON; ValueError, KeyError or TypeError when it is not a budget."""
+        balance, credit = float(data["balance"]), float(data["credit"])
+        wait, since = int(data["wait"]), int(data["since"])
+        if not (0 <= balance <= CAP and 0 <= credit <= START and wait > 0 and since >= 0):
+            raise ValueError("a budget is out of range")
+        return cls(balance, credit, wait, since)
 
     @property
-    def overdrawn(self) -> bool:
-        return self.owed > min(MOST, self.allowance + TRUST * self.saved)
+    def spent(self) -> bool:
+        return self.balance < 1
+
+    def start_text(self, draft: float) -> None:
+        """A new text; a draft takes `draft` plain tokens."""
+        self.balance = min(START, self.balance)
+        if self.spent:
+            self.eager = True
+            if self.credit >= 1 and self.affords(draft):
+                self.balance = self.credit
+
+    def round_over(self, gain: float) -> None:
+        """A round won `gain` plain tokens' time, or lost it."""
+        self.balance = min(CAP, self.balance + gain)
+        if self.balance >= START:
+            self.credit, self.wait = START, FIRST_WAIT
+        if self.balance < max(1.0, -gain):
+            self.close()
 
     def close(self) -> None:
-        """Drafting stops; when it comes back it starts anew."""
-        self.allowance = FIRST if self.saved > 0 else max(LEAST, self.allowance / 4)
-        self.owed = self.saved = 0.0
+        self.credit /= 4
+        self.balance, self.since, self.eager = 0.0, 0, False
+
+    def affords(self, draft: float) -> bool:
+        return SHARE * self.since >= draft
+
+    def probe_due(self, draft: float) -> bool:
+        return self.affords(draft) and (self.eager or self.since >= self.wait)
+
+    def probe_over(self, gain: float) -> None:
+        """A round in the watched draft's place would have won `gain` plain tokens' time."""
+        self.eager = gain > 0
+        if gain > 0:
+            self.balance = min(START, self.balance + gain / 2)
+            if not self.spent:
+                self.balance = max(self.balance, self.credit)
+        else:
+            self.balance = max(0.0, self.balance + gain)
+            self.wait = min(2 * self.wait, LAST_WAIT)

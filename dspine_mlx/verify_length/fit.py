@@ -15,19 +15,23 @@ from dspine_mlx.generate import stream_generate
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.calibration import (
+    LIMIT,
     Calibration,
-    chance_errors,
-    fit,
-    survival_errors,
+    calibrated,
+    sigmoid,
     uncalibrated,
 )
 
 log = logging.getLogger(__name__)
 LEAST_ROUNDS = 60  # with fewer, a fit is no better than none
+TEMPERATURES = np.logspace(-1, 1, 41)
+PRIOR = 2.0  # information that b = 0, s = 1 / T and log T = 0 are each worth
+STEPS = 6  # of `scoring`, each temperature starting where the one before ended
+BINS = 15
 
 
 class Recorder(Fixed):
-    """Offers every block whole, and keeps its evidence and how many of its tokens stood."""
+    """Offers every block whole, and keeps its evidence and how many of its tokens were accepted."""
 
     def __init__(self, slots: int):
         super().__init__(slots, needs_evidence=True)
@@ -84,8 +88,8 @@ def record(
 
 @dataclass
 class Fit:
-    """A calibration, and the errors [M] of each slot's survival on rounds that `trial`, which may
-    have been fitted on fewer rounds than it, has not seen."""
+    """A calibration, and the errors [M] of each slot's survival on held-out rounds, measured with
+    `trial` (fitted on the rest)."""
 
     calibration: Calibration
     trial: Calibration
@@ -123,7 +127,7 @@ def calibrate(texts: list[Rounds], held_out: list[Rounds] | None = None) -> Fit:
 def split(texts: list[Rounds]) -> tuple[Rounds, Rounds]:
     """Rounds to fit and others to measure."""
     if len(texts) == 1:
-        log.warning("there is one prompt only: its second half stands for held-out text")
+        log.warning("there is one prompt only: its second half serves as held-out text")
         half = len(texts[0].accepted) // 2
         return texts[0][:half], texts[0][half:]
     return sum_of(texts[1::2]), sum_of(texts[::2])
@@ -134,3 +138,96 @@ def sum_of(texts: Iterable[Rounds]) -> Rounds:
     for rounds in rest:
         total = total + rounds
     return total
+
+
+def fit(logits: np.ndarray, accepted: np.ndarray, biased: bool = True) -> Calibration:
+    """Sequential temperature scaling (DSpark), left to right, with a bias and a slope per slot.
+
+    logits: [n, M] evidence of n rounds that offered all M tokens; accepted: [n] tokens.
+    Of 41 temperatures each slot gets the one under which its outcomes are the most likely, given
+    the calibrated survival up to it: so the product is right, also where a slot's evidence tells
+    something about earlier slots. (Picked by the smallest 15-bin calibration error, as published,
+    temperatures predict other rounds worse.)
+    """
+    survival, slots = np.ones(len(logits)), []
+    for slot in range(logits.shape[1]):
+        fitted = fit_slot(logits[:, slot], survival, accepted > slot, biased)
+        survival = survival * sigmoid(calibrated(logits[:, slot], *fitted))
+        slots.append(fitted)
+    temperatures, biases, slopes = (tuple(column) for column in zip(*slots, strict=True))
+    return Calibration(temperatures, biases, len(logits), slopes=slopes if biased else ())
+
+
+def fit_slot(
+    evidence: np.ndarray, survival: np.ndarray, accepted: np.ndarray, biased: bool
+) -> tuple[float, float, float]:
+    """T, b and s of one slot; unbiased: b = 0 and s = 1 / T."""
+    survival = np.where(np.isneginf(evidence), 0, survival)  # no question here
+    x = np.clip(np.nan_to_num(evidence, nan=0.0), -LIMIT, LIMIT)
+    features = np.stack([np.ones_like(x), np.minimum(x, 0)], axis=1)
+    weights, tried = np.zeros(2), []
+    for T in TEMPERATURES.tolist():
+        prior, offset = np.array([0, 1 / T]), np.maximum(x, 0) / T
+        start = (weights, prior)
+        weights = scoring(features, offset, survival, accepted, start) if biased else prior
+        chances = np.clip(survival * sigmoid(offset + features @ weights), 1e-12, 1 - 1e-12)
+        likelihood = np.log(np.where(accepted, chances, 1 - chances)).sum()
+        distance = np.square(weights - prior).sum() + np.log(T) ** 2
+        tried.append((likelihood - PRIOR / 2 * distance, T, *weights.tolist()))
+    _, T, b, s = max(tried)
+    return T, b, s
+
+
+def scoring(
+    features: np.ndarray,
+    offset: np.ndarray,
+    survival: np.ndarray,
+    accepted: np.ndarray,
+    begin: tuple[np.ndarray, np.ndarray],
+) -> np.ndarray:
+    """Maximum-likelihood weights w by Newton / Fisher-scoring steps.
+
+    Chances are c = survival * sigmoid(offset + features w), w ~ N(prior, 1 / PRIOR); begin: where
+    to start, and the prior.
+    """
+    weights, prior = begin
+    for _ in range(STEPS):
+        p = sigmoid(offset + features @ weights)
+        c = np.minimum(survival * p, 1 - 1e-9)
+        share = (1 - p) / (1 - c)
+        slope = features.T @ ((accepted - c) * share) - PRIOR * (weights - prior)
+        bends = np.where(accepted, p * (1 - p), c * (1 - p) * share)
+        curvature = features.T @ (features * bends[:, None]) + PRIOR * np.eye(2)
+        weights = weights + np.clip(np.linalg.solve(curvature, slope), -1, 1)
+    return weights
+
+
+def fit_temperatures(logits: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+    """The temperatures [M] alone, without biases: see `fit`."""
+    return np.array(fit(np.asarray(logits), np.asarray(accepted), biased=False).temperatures)
+
+
+def ece(chances: np.ndarray, outcomes: np.ndarray, bins: int = BINS) -> float:
+    """Expected calibration error: mean |chance - frequency| over equal bins, weighted by size."""
+    index = np.minimum((chances * bins).astype(int), bins - 1)
+    gaps = np.bincount(index, chances - outcomes, bins)
+    return float(np.abs(gaps).sum() / len(chances))
+
+
+def survival_errors(
+    calibration: Calibration, logits: np.ndarray, accepted: np.ndarray
+) -> np.ndarray:
+    """The calibration error [M] of each slot's survival."""
+    survival = np.cumprod(sigmoid(calibration.log_odds(logits)), axis=1)
+    return np.array([ece(survival[:, t], accepted > t) for t in range(logits.shape[1])])
+
+
+def chance_errors(calibration: Calibration, logits: np.ndarray, draws: int = 20) -> np.ndarray:
+    """The error [M] that as many rounds would show by chance if the calibration were exact."""
+    chances = sigmoid(calibration.log_odds(logits))
+    rng = np.random.default_rng(0)
+    errors = []
+    for _ in range(draws):
+        accepted = np.cumprod(rng.uniform(size=chances.shape) < chances, axis=1).sum(axis=1)
+        errors.append(survival_errors(calibration, logits, accepted))
+    return np.mean(errors, axis=0)

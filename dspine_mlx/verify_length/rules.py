@@ -1,14 +1,16 @@
 """How many drafted tokens to verify, from chances and costs: pure rules, all lossless.
 
-With a_j the chance that the first j drafted tokens stand, T(k) the seconds of a forward over k rows
-and w_j the seconds that token j saves when it stands, a round should offer
+With a_j the chance that the first j drafted tokens are accepted, T(k) the seconds of a forward over
+k rows and w_j the seconds that token j saves if it is accepted, a round should offer
 
     argmax_l  a_1 w_1 + ... + a_l w_l - T(1 + l).
 
 `verify_length` is for greedy targets and one-hot drafts, where any rule is lossless;
 `sampled_verify_length` for sampled drafts, where row k may depend on the tokens up to the one it
-feeds, because the token after the last row is tested too. `token_values` finds w by backward
-induction.
+feeds, because the token after the last row is tested too. `token_values` finds w.
+
+Plain floats throughout: between two forwards the processor's caches are cold, and a call into NumPy
+costs more than the arithmetic of a block.
 """
 
 from collections.abc import Sequence
@@ -16,75 +18,82 @@ from itertools import accumulate
 from operator import mul
 
 Floats = Sequence[float]
-DAMPING = 0.5  # share of a worth's distance from the average, up or down, that is kept
 
 
-def length_values(chances: Floats, seconds: Floats, worth: Floats) -> list[float]:
+def length_values(chances: Floats, seconds: Floats, values: Floats) -> list[float]:
     """a_1 w_1 + ... + a_l w_l - seconds[l] for l = 0, 1 .., a the running product of the chances.
 
     chances: of each drafted token given the ones before; seconds[l]: a forward over 1 + l rows;
-    worth: seconds that each token saves.
+    values: seconds that each token saves.
     """
-    saved = accumulate(map(mul, accumulate(chances, mul), worth), initial=0.0)
+    saved = accumulate(map(mul, accumulate(chances, mul), values), initial=0.0)
     return [gain - s for gain, s in zip(saved, seconds, strict=False)]
 
 
-def verify_length(chances: Floats, seconds: Floats, worth: Floats) -> int:
+def verify_length(chances: Floats, seconds: Floats, values: Floats) -> int:
     """The length of the greatest value. Steps in the costs are looked across."""
-    worths = length_values(chances, seconds, worth)
-    return worths.index(max(worths))
+    net = length_values(chances, seconds, values)
+    return net.index(max(net))
 
 
-def sampled_verify_length(
-    chances: Floats, greedy_path: Floats, seconds: Floats, worth: Floats
-) -> int:
+def sampled_verify_length(chances: Floats, greedy: Floats, seconds: Floats, values: Floats) -> int:
     """Rows admitted one after another, for a draft that was sampled.
 
     chances[k] is the chance of drafted token k + 1, known from the tokens before it. Whether row k
     is fed may depend on x_1 .. x_k, so on chances[: k + 1]; slots beyond are expected to have the
-    chances of the `greedy_path`, in which no draw has a part, nor in `worth`. The first row that
-    neither pays for itself nor leads to rows that pay ends the block. Backward induction over the
-    whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
+    chances of the `greedy` path, which no draw has a part in; nor has it in `values`. The first row
+    that neither pays for itself nor leads to rows that pay ends the block. Backward induction over
+    the whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
     """
-    stands = 1.0
+    accepted = 1.0
     for k in range(1, len(chances) + 1):
-        stands *= chances[k - 1]
-        ahead = [stands, *chances[k : k + 1], *greedy_path[k + 1 : len(chances)]]
-        if verify_length(ahead, seconds[k - 1 :], worth[k - 1 :]) == 0:
+        accepted *= chances[k - 1]
+        ahead = [accepted, *chances[k : k + 1], *greedy[k + 1 : len(chances)]]
+        if verify_length(ahead, seconds[k - 1 :], values[k - 1 :]) == 0:
             return k - 1
     return len(chances)
 
 
-def token_values(
-    survival: Sequence[Floats], seconds: Floats, draft: float, plain: float, rate: float
-) -> list[float]:
-    """Seconds [M] that each drafted token saves if it stands: what the best round after the token
-    before it would take more than the best round after it.
+def contested(copied: Floats, drafted: Floats, agreed: int) -> tuple[list[float], list[float]]:
+    """Chances of two chains that share their first `agreed` tokens, each in the light of the other.
 
-    Where the text is easy the next round would bring the tokens just as well, and just before a
-    hard token there is nothing to be had: both make tokens there worth less than on average. With
-    h_j the expected time from j tokens on and w_j = h_j - h_{j+1},
+    Where they first differ at most one is right: given that the copy would be with chance p and the
+    draft with chance c, independently, but not both, they are with p (1 - c) / (1 - p c) and
+    c (1 - p) / (1 - p c). Tokens that both propose have the greater of the two chances.
+    """
+    shared = [max(pair) for pair in zip(copied[:agreed], drafted[:agreed], strict=False)]
+    ours, others = shared + list(copied[agreed:]), shared + list(drafted[agreed:])
+    if agreed < min(len(copied), len(drafted)):
+        p, c = copied[agreed], drafted[agreed]
+        either = max(1 - p * c, 1e-9)
+        ours[agreed], others[agreed] = p * (1 - c) / either, c * (1 - p) / either
+    return ours, others
+
+
+def token_values(
+    chances: Floats, seconds: Floats, draft: float, plain: float, rate: float
+) -> list[float]:
+    """Seconds [M] that each drafted token saves if it is accepted.
+
+    On average a token saves 1 / rate. Here it saves the difference in expected remaining time
+    between starting the next round one token earlier and starting it here, which is less where the
+    text is easy or where the next token is a hard one. With h_j the expected time from j tokens on
+    and w_j = h_j - h_{j+1},
 
         h_j = min_l  draft + T(1 + l) + h_{j+1} - sum_{n <= l} A_{j,n} w_{j+n},
 
-    by induction from the block's end down; beyond it a token is worth 1 / rate, and nowhere more
-    than a token of plain decoding. A block's end is a near horizon, though: where drafts are dear
-    worths would swing from token to token by how many rounds just fit in before it. So each is
-
-        w_j = 1 / rate + DAMPING (min(plain, h_j - h_{j+1}) - 1 / rate),
-
-    and h_j is what it then comes to, h_{j+1} + w_j.
-
-    survival: rows j = 1 .. M - 1 of A_{j,1} .. A_{j,M-j}, the chance that n tokens stand in a block
-    drafted after token j.
+    by induction from the block's end down, A_{j,n} the chance that n tokens after token j are
+    accepted (chances: of this block's own tokens), and no token saves more than `plain`, its own
+    plain decoding. A block's end is a near horizon, so the mean of both is taken.
     """
-    M, usual = len(survival) + 1, 1 / rate
-    w = [usual] * (M + 1)
+    M, average = len(chances), 1 / rate
+    w = [average] * (M + 1)
     for j in range(M - 1, 0, -1):
-        best, gain = -seconds[0], 0.0
-        for n, stands in enumerate(survival[j - 1], 1):
-            gain += stands * w[j + n]
+        best, gain, accepted = -seconds[0], 0.0, 1.0
+        for n, chance in enumerate(chances[j:], 1):
+            accepted *= chance
+            gain += accepted * w[j + n]
             if gain - seconds[n] > best:
                 best = gain - seconds[n]
-        w[j] = usual + DAMPING * (min(plain, draft - best) - usual)
+        w[j] = (average + min(plain, draft - best)) / 2
     return w[1:]

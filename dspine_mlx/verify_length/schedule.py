@@ -1,5 +1,7 @@
-"""A pair's schedule: what its policies know from text to text, and which policy a text gets."""
+"""What a pair keeps from text to text and from process to process, and which policy a text gets."""
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,28 +9,16 @@ from pathlib import Path
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError
 from dspine_mlx.round.policy import Fixed, Policy
+from dspine_mlx.verify_length import profile as profiling
 from dspine_mlx.verify_length.auto import Auto
-from dspine_mlx.verify_length.calibration import (
-    Calibration,
-    fit_temperatures,
-    load_calibrations,
-    mode_of,
-    uncalibrated,
-)
-from dspine_mlx.verify_length.costs import Costs, costs_of
-from dspine_mlx.verify_length.rules import sampled_verify_length, verify_length
+from dspine_mlx.verify_length.budget import Budget
+from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
+from dspine_mlx.verify_length.costs import Costs, Curve
+from dspine_mlx.verify_length.store import load_calibrations, read_costs, write_costs
 
-__all__ = [
-    "Auto",
-    "Fixed",
-    "Policy",
-    "sampled_verify_length",
-    "fit_temperatures",
-    "policy_for",
-    "verify_length",
-]
+log = logging.getLogger(__name__)
+MINUTE = 60.0  # seconds, at least, between two times that a process writes what it learnt
 
 
 @dataclass
@@ -38,14 +28,27 @@ class Schedule:
     costs: Costs
     calibrations: dict[str, Calibration]
     explain: Callable[[str], None] | None = None
+    budgets: dict[str, Budget] = field(default_factory=dict)  # by mode
+    keep: Callable[[Curve, dict[str, Budget]], None] | None = None  # writes them to the file
     policies: dict[str, Auto] = field(default_factory=dict)
+    kept_at: float = -MINUTE
 
     def policy(self, drafter: Drafter, sampler: SamplerFunction) -> Auto:
         mode = mode_of(sampler)
         if mode not in self.policies:
             calibration = self.calibrations.get(mode) or uncalibrated(drafter.config.num_proposals)
-            self.policies[mode] = Auto(self.costs, calibration, self.explain)
+            budget = self.budgets.setdefault(mode, Budget())
+            self.policies[mode] = Auto(
+                self.costs, calibration, self.explain, budget=budget, text_over=self.text_over
+            )
         return self.policies[mode]
+
+    def text_over(self) -> None:
+        """Write back what was learnt, unless something else disturbs this process."""
+        now = time.monotonic()
+        if self.keep and now - self.kept_at >= MINUTE and not self.costs.disturbed:
+            self.kept_at = now
+            self.keep(self.costs.learnt(), self.budgets)
 
 
 def prepare(
@@ -57,20 +60,38 @@ def prepare(
 ) -> Schedule:
     """Make a bound drafter's schedule now; otherwise the first generation does.
 
-    profile: measure the costs if they are not cached (a few seconds), or start from a guess.
+    profile: measure the costs if they are not on file (a few seconds), or start from a guess.
     calibration: a file that `dspine-mlx calibrate` wrote; None: the pair's own, if there is one.
     explain: is given a line for every round and probe.
     """
     calibrations = load_calibrations(drafter, calibration)
-    schedule = Schedule(costs_of(drafter, profile), calibrations, explain)
+    curve, budgets, fit_to_keep = pair_costs(drafter) if profile else (None, {}, False)
+
+    def keep(curve: Curve, budgets: dict[str, Budget]) -> None:
+        write_costs(drafter, curve, budgets)
+
+    costs = Costs(curve or profiling.guess(drafter))
+    schedule = Schedule(costs, calibrations, explain, budgets, keep if fit_to_keep else None)
     drafter.schedule = schedule
     return schedule
 
 
-def check_length(verify_length: int | str | Policy) -> None:
-    wrong = isinstance(verify_length, str) and verify_length != "auto"
-    if wrong or (isinstance(verify_length, int | float) and verify_length not in range(1 << 30)):
-        raise InputError(f"verify_length is {verify_length!r}; it must be 'auto' or 0 or above")
+def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
+    """A pair's curve and budgets from the file, or measured now; and whether to keep them on file.
+
+    Costs that contradict themselves are measured once more, and not kept if they still do.
+    """
+    curve, budgets = read_costs(drafter)
+    if curve is not None:
+        return curve, budgets, True
+    curve = profiling.measure(drafter)
+    if curve.contradiction():
+        curve = profiling.measure(drafter)
+    if curve.contradiction():
+        log.warning("the measured costs are not kept: %s", curve.contradiction())
+        return curve, {}, False
+    write_costs(drafter, curve, {})
+    return curve, {}, True
 
 
 def policy_for(

@@ -1,113 +1,162 @@
-"""The measured costs and the calibrations on file: of which pair, how old, and whether sane."""
+"""What is kept on file per pair: measured costs with what drafting has shown, and calibrations.
 
+Costs belong to chip, MLX version and pair, calibrations to the pair alone. A file that can't be
+used is warned about in one sentence and made again; one that can't be written costs nothing else.
+"""
+
+import hashlib
 import json
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
-from dspine_mlx.verify_length import costs
-from dspine_mlx.verify_length.calibration import Calibration, from_dict
-from dspine_mlx.verify_length.costs import Curve, device_name
-from dspine_mlx.verify_length.fit import LEAST_ROUNDS
+from dspine_mlx.cache_folder import cache_folder
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.verify_length.budget import Budget
+from dspine_mlx.verify_length.calibration import Calibration
+from dspine_mlx.verify_length.costs import Curve
 
-DAY = 24 * 3600.0
-CHEAPER = 0.6  # a forward that took less than this share of one over a row less was disturbed
-APART = 2.5  # a plain token and a forward over one row differ by less than this factor
-
-
-@dataclass(frozen=True)
-class OnFile:
-    """A file of the cache folder. problem: why it is not used, or not to be trusted, in words."""
-
-    name: str
-    days: float  # since it was written
-    pair: str
-    problem: str
+log = logging.getLogger(__name__)
+FORMAT = "2"
+SHIPPED = "calibration.json"  # in a drafter's folder
+UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, OSError)  # of JSON that isn't ours
 
 
-@dataclass(frozen=True)
-class CostsOnFile(OnFile):
-    device: str = ""
-    mlx: str = ""
-    curve: Curve | None = None
+def read_costs(drafter: Drafter) -> tuple[Curve | None, dict[str, Budget]]:
+    """The pair's curve, and the budget of each serving mode when the last text ended."""
+    path = costs_path(drafter)
+    if not path.is_file():
+        return None, {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        curve = Curve.from_dict(data["curve"])
+        widths = drafter.config.num_proposals + 1
+        if data["key"] != pair_key(drafter) or len(curve.verify[0]) != widths:
+            raise ValueError("it belongs to another pair")
+        if curve.contradiction():
+            raise ValueError(curve.contradiction())
+        budgets = {str(m): Budget.from_dict(b) for m, b in data.get("budgets", {}).items()}
+    except UNUSABLE as error:
+        log.warning("%s can't be used (%s); the costs are measured again", path, error)
+        return None, {}
+    return curve, budgets
 
 
-@dataclass(frozen=True)
-class CalibrationsOnFile(OnFile):
-    modes: dict[str, Calibration] | None = None
+def write_costs(drafter: Drafter, curve: Curve, budgets: Mapping[str, Budget]) -> None:
+    data = {"key": pair_key(drafter), "pair": describe(drafter), "curve": asdict(curve)}
+    data["budgets"] = {mode: asdict(budget) for mode, budget in budgets.items()}
+    write_json(costs_path(drafter), data)
 
 
-def costs_on_file() -> Iterator[CostsOnFile]:
-    for path in files("costs"):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            pair = words(data)
-            curve = Curve.from_dict(data["curve"])
-            device, version = str(data["key"]["device"]), str(data["key"]["mlx"])
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            yield CostsOnFile(path.name, age(path), "unknown pair", unreadable(error))
-            continue
-        problem = foreign(device, version) or disturbed(curve)
-        yield CostsOnFile(path.name, age(path), pair, problem, device, version, curve)
+def costs_path(drafter: Drafter) -> Path:
+    return cache_folder() / f"costs-{digest(pair_key(drafter))}.json"
 
 
-def calibrations_on_file() -> Iterator[CalibrationsOnFile]:
-    for path in files("calibration"):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            pair = words(data)
-            modes = {str(mode): from_dict(value) for mode, value in data["modes"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            yield CalibrationsOnFile(path.name, age(path), "unknown pair", unreadable(error))
-            continue
-        yield CalibrationsOnFile(path.name, age(path), pair, doubtful(modes), modes)
+def calibration_path(drafter: Drafter) -> Path:
+    return cache_folder() / f"calibration-{digest(calibration_key(drafter))}.json"
 
 
-def files(kind: str) -> list[Path]:
-    return sorted(costs.CACHE.glob(f"{kind}-*.json"))
+def save_calibrations(path: Path, drafter: Drafter, modes: dict[str, Calibration]) -> None:
+    fitted = {mode: asdict(calibration) for mode, calibration in modes.items()}
+    key, pair = calibration_key(drafter), describe(drafter)
+    write_json(path, {"key": key, "pair": pair, "modes": fitted})
 
 
-def age(path: Path) -> float:
-    return max(0.0, time.time() - path.stat().st_mtime) / DAY
+def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, Calibration]:
+    """The calibrations of a pair by mode; none, with a warning, if the file does not fit it.
+
+    path: else the one made on this machine, else the one in the drafter's folder.
+    """
+    if path is None:
+        shipped = [drafter.folder / SHIPPED] if drafter.folder else []
+        path = next((p for p in (calibration_path(drafter), *shipped) if p.is_file()), None)
+    if path is None:
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["key"] != calibration_key(drafter):
+            raise ValueError("it belongs to another pair")
+        modes = {name: Calibration.from_dict(value) for name, value in data["modes"].items()}
+        if any(len(c.biases) != drafter.config.num_proposals for c in modes.values()):
+            raise ValueError("it has another number of slots")
+    except UNUSABLE as error:
+        log.warning("%s can't be used (%s); confidences stay uncalibrated", path, error)
+        return {}
+    return modes
 
 
-def words(data: dict[str, Any]) -> str:
-    """The pair that a file is of; older files have its digests only."""
-    digests = f"target {data['key']['target']} with drafter {data['key']['drafter']}"
-    return str(data.get("pair") or digests)
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write atomically; a folder that can't be written is only warned about."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(data, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        log.warning("%s can't be written (%s); it will be made again next time", path, error)
 
 
-def unreadable(error: Exception) -> str:
-    return f"it can't be read ({type(error).__name__})"
+def pair_key(drafter: Drafter) -> dict[str, str]:
+    """What a measurement depends on. Models are known by their tensors' names, shapes, dtypes."""
+    return {
+        "format": FORMAT,
+        "device": device_name(),
+        "blas": os.environ.get("LD_PRELOAD", ""),  # MLX has no name for the library it is using
+        "mlx": mx.__version__,
+        "target": structure(drafter.target.model),
+        "drafter": structure(drafter.network),
+    }
 
 
-def foreign(device: str, version: str) -> str:
-    if device != device_name():
-        return f"it was measured on {device}"
-    return f"it was measured with MLX {version}" if version != mx.__version__ else ""
+def calibration_key(drafter: Drafter) -> dict[str, str]:
+    """The pair: tensors' names and shapes, and the values of two of the drafter's.
+
+    Packed weights have other names and shapes; a cast between float types changes nothing.
+    """
+    values = [drafter.network.norm.weight, drafter.network.hidden_norm.weight]
+    return {
+        "format": FORMAT,
+        "target": structure(drafter.target.model, dtypes=False),
+        "drafter": structure(drafter.network, dtypes=False),
+        "values": digest([value.astype(mx.float32).tolist() for value in values]),
+    }
 
 
-def disturbed(curve: Curve) -> str:
-    """Signs that something else ran while a curve was measured."""
-    rows = curve.verify[0]
-    for n, (less, more) in enumerate(zip(rows, rows[1:], strict=False), 1):
-        if more < CHEAPER * less:
-            return f"{n + 1} rows took {more / less:.0%} of the time of {n}"
-    ratio = curve.plain[0] / rows[0]
-    if not 1 / APART < ratio < APART:
-        return f"a plain token took {ratio:.2g} times a forward over one row"
-    return ""
+def describe(drafter: Drafter) -> str:
+    """A bound pair in words, without names."""
+    target = drafter.target
+    family = type(target.model).__module__.rpartition(".")[2]
+    size = sum(value.nbytes for _, value in tree_flatten(target.model.parameters()))
+    return (
+        f"{family}, {len(target.layers)} layers of {target.hidden_size}, {size / 1e9:.2g} GB, with "
+        f"{type(drafter.network).__name__}, {len(drafter.layers)} layers, "
+        f"{drafter.config.num_proposals} proposals"
+    )
 
 
-def doubtful(modes: dict[str, Calibration]) -> str:
-    for mode, calibration in modes.items():
-        before, after = calibration.ece_before, calibration.ece_after
-        if calibration.rounds < LEAST_ROUNDS:
-            return f"{mode} was fitted on {calibration.rounds} rounds only"
-        if before is not None and after is not None and after > before:
-            return f"{mode} is further off with it ({after:.1%}) than without ({before:.1%})"
-    return ""
+def device_name() -> str:
+    if mx.metal.is_available():
+        return str(mx.device_info()["device_name"])
+    return f"{platform.system()} {platform.machine()} with {os.cpu_count()} processors"
+
+
+def structure(module: Any, dtypes: bool = True) -> str:
+    tensors = tree_flatten(module.parameters())
+    kinds = [[str(value.dtype)] if dtypes else [] for _, value in tensors]
+    return digest(
+        [[name, list(value.shape), *k] for (name, value), k in zip(tensors, kinds, strict=True)]
+    )
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

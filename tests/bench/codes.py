@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import dspine_mlx
 from dspine_mlx.convert.conversion import convert
-from dspine_mlx.drafters.dflash import Proposal
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.load import DEMO, load_drafter
 from dspine_mlx.target.model import Target
 

@@ -28,8 +28,8 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.load import DEMO, load, load_drafter
 from dspine_mlx.target.model import Target
-from dspine_mlx.verify_length.costs import costs_of
-from dspine_mlx.verify_length.schedule import Schedule
+from dspine_mlx.verify_length.costs import Costs
+from dspine_mlx.verify_length.schedule import Schedule, pair_costs
 from tests.bench.loop import pair
 
 # random-100m: target and drafter of tests.bench.loop, with random weights
@@ -120,7 +120,7 @@ def main() -> None:
         drafter = load_drafter(DEMO / "drafter" if demo else Path(args.drafter), model)
     if not args.ends:
         tokenizer._eos_token_ids = set()  # every text gets its full length
-    curve = costs_of(drafter).curve
+    curve = pair_costs(drafter)[0]
     row = curve.plain[0]
     print(f"plain token {1e3 * row:.2f} ms; in plain tokens: draft {curve.draft[0] / row:.2f}, ")
     print("verify", [round(v / row, 2) for v in curve.verify[0]])
@@ -136,7 +136,7 @@ def main() -> None:
             )
         }
         if sweep == 0 or not args.warm:
-            schedule = Schedule(costs_of(drafter), {}, print if args.explain else None)
+            schedule = Schedule(Costs(curve), {}, print if args.explain else None)
             drafter.schedule = schedule
         for length in [*args.fixed, "auto"]:
             contestants[str(length)] = dspine_mlx.stream_generate(

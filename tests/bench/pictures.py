@@ -24,18 +24,11 @@ from dspine_mlx import load, load_drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.verify_length.calibration import (
-    BINS,
-    SHIPPED,
-    Calibration,
-    load_calibrations,
-    mode_of,
-    sigmoid,
-    survival_errors,
-    uncalibrated,
-)
-from dspine_mlx.verify_length.costs import Curve, measure
-from dspine_mlx.verify_length.fit import Rounds, record, sum_of
+from dspine_mlx.verify_length.calibration import Calibration, mode_of, sigmoid, uncalibrated
+from dspine_mlx.verify_length.costs import Curve
+from dspine_mlx.verify_length.fit import BINS, Rounds, record, sum_of, survival_errors
+from dspine_mlx.verify_length.profile import measure
+from dspine_mlx.verify_length.store import SHIPPED, load_calibrations
 from recipes.demo import HELD_OUT_SEED
 from recipes.word_problems import questions
 

@@ -1,50 +1,88 @@
 """What the policy would do on machines one does not have: recorded rounds against any cost curve.
 
-    python -m tests.bench.simulate [--curve NAME] [--trace FILE.npz] [--depth 512] [--explain]
+    python -m tests.bench.simulate [--curve NAME] [--trace FILE.npz] [--depth 512]
     python -m tests.bench.simulate --record FILE.npz [--model M --draft-model D] PROMPTS.txt
 
-A trace holds, for every position of greedy texts, the evidence of the block drafted there and how
-many of its tokens the text has: greedy text does not depend on the lengths, so replaying is exact.
-The policy is the real one, on a clock of its own that each step moves by the curve. curves.json has
-published costs of Apple chips (relative costs of rows, scaled to a step; attention's share of each
-row grows with the context). Nothing in it was measured here but the last entry.
+A trace holds, for every position of a text, the evidence of the block drafted there and how many of
+its tokens the text has. Greedy text does not depend on the lengths, so replaying it is exact;
+made-up sampled traces have evidence of the drawn tokens and of the greedy path. The policy is the
+real one, on a clock of its own that each step moves by the curve. curves.json has published costs
+of Apple chips (relative costs of rows, scaled to a step; attention's share of each row grows with
+the context). Nothing in it was measured here but the last entry.
 """
 
 import argparse
 import json
+import math
+import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from dspine_mlx.round.select import Draft, Evidence
+from dspine_mlx.round.policy import Policy
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
-from dspine_mlx.verify_length.calibration import Calibration, fit, sigmoid, uncalibrated
+from dspine_mlx.verify_length.auto import Auto
+from dspine_mlx.verify_length.calibration import Calibration, uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
-from dspine_mlx.verify_length.schedule import Auto, Fixed, Policy
+from dspine_mlx.verify_length.fit import fit
 
 HERE = Path(__file__).parent
+CURVES = json.loads((HERE / "curves.json").read_text(encoding="utf-8"))
 DEPTHS = (512, 16384)
+ANY = mx.array(0)  # logprobs of a plain token, which only probes of real sampled drafts look at
+READING = 4e-4  # seconds that reading evidence takes from a round
+
+
+class Numbers(list[int]):
+    """Tokens of a draft, as the policy reads them from an array."""
+
+    def tolist(self) -> list[int]:
+        return self
+
+
+class Known(NamedTuple):
+    """Evidence of a path, already on the host."""
+
+    odds: list[float]
+
+    def log_odds(self) -> list[float]:
+        return self.odds
 
 
 @dataclass
 class Trace:
-    """One text: at each position the evidence [n, M] of a block and the tokens [n] that stand."""
+    """One text: at each position the evidence [n][M] of a block and how many of its tokens are
+    accepted; of a sampled block also the evidence along the greedy path."""
 
-    evidence: np.ndarray
-    stands: np.ndarray
+    evidence: list[list[float]]
+    accepted: list[int]
+    greedy: list[list[float]] | None = None
 
-    def draft(self, position: int, with_evidence: bool = True) -> Draft:
-        """Token 1 stands for agreement: the watched text is all ones."""
-        M = self.evidence.shape[1]
-        tokens = np.where(np.arange(M) < self.stands[position], 1, 0)
-        draft = Draft(mx.array(tokens), mx.array(tokens[:, None]), None)
-        if not with_evidence:
-            return draft
-        chances = mx.array(sigmoid(self.evidence[position]))
-        return draft._replace(evidence=Evidence(draft.tokens, chances))
+    @property
+    def slots(self) -> int:
+        return len(self.evidence[0])
+
+    def draft(self, position: int, read: bool = True) -> Draft:
+        """Token 1 means agreement: the watched text is all ones. Lists in place of arrays."""
+        agree = self.accepted[position]
+        tokens: Any = Numbers([1] * agree + [0] * (self.slots - agree))
+        evidence: Any = Known(self.evidence[position]) if read else None
+        path: Any = Known(self.greedy[position]) if read and self.greedy else None
+        return Draft(tokens, tokens, None, evidence, path)
+
+    def shifted(self, odds: float) -> "Trace":
+        """With evidence that is off by some log-odds."""
+        moved = [[x + odds for x in block] for block in self.evidence]
+        path = self.greedy and [[x + odds for x in block] for block in self.greedy]
+        return Trace(moved, self.accepted, path)
+
+    def __add__(self, other: "Trace") -> "Trace":
+        return Trace(self.evidence + other.evidence, self.accepted + other.accepted)
 
 
 def curve_of(entry: dict[str, Any], slots: int) -> Curve:
@@ -71,79 +109,136 @@ class Machine:
     curve: Curve
     noise: float = 0.1
     seed: int = 0
+    reading: float = READING
+    slow_reader: float = 0.0  # seconds that the caller takes per token
+    now: float = 0.0
+    spent: float = 0.0
 
     def __post_init__(self) -> None:
-        self.now = self.spent = 0.0
-        self.rng = np.random.default_rng(self.seed)
+        self.random = random.Random(self.seed)
+        self.costs: dict[int, list[float]] = {}
+
+    def at(self, depth: int) -> list[float]:
+        """The curve's [plain, verify 1 row .. M + 1 rows, draft]."""
+        if depth not in self.costs:
+            self.costs[depth] = self.curve.at(depth)
+        return self.costs[depth]
+
+    def clock(self) -> float:
+        return self.now
 
     def take(self, seconds: float) -> float:
         self.spent += seconds
-        seconds *= float(np.exp(self.noise * self.rng.standard_normal()))
+        seconds *= math.exp(self.noise * self.random.gauss(0, 1))
         self.now += seconds
         return seconds
 
 
-def replay(trace: Trace, policy: Policy, machine: Machine, start: int) -> float:
-    """Expected seconds of the whole text under a policy, from a context of `start` positions on."""
-    begun, i, n = machine.spent, 0, len(trace.stands)
+def replay(
+    trace: Trace,
+    policy: Policy,
+    machine: Machine,
+    start: int = 512,
+    temp: float = 0.0,
+    lengths: list[int] | None = None,
+) -> float:
+    """Expected seconds of the whole text under a policy, from a context of `start` positions on.
+
+    lengths: gets the length of every round.
+    """
+    begun, i, n = machine.spent, 0, len(trace.accepted)
     statistics = Statistics()
-    policy.start_text(statistics, lambda x: x, start)
+    policy.start_text(statistics, Sampler(temp=temp), start)
     while i < n:
         depth = start + i
-        plain, *rows, draft = machine.curve.at(depth)
-        if policy.parked:
-            if policy.probe_due(depth):
+        plain, *rows, draft = machine.at(depth)
+        limit = min(trace.slots, n - i - 1)
+        if policy.parked or limit < 1:
+            if policy.parked and policy.probe_due(depth):
                 policy.start_probe(trace.draft(i))
                 machine.take(draft)
+            machine.now += machine.slow_reader
             waiting = machine.now
-            machine.take(plain)
-            policy.plain_token(1, mx.array(0), waiting, depth)
+            machine.take(plain if machine.slow_reader < plain else 0.0)  # else it was done by then
+            machine.spent += plain if machine.slow_reader >= plain else 0.0
+            was = policy.parked
+            statistics.plain += 1
             i += 1
+            if was:
+                policy.plain_token(1, ANY, waiting, depth)
+            if was and not policy.parked and i < n:  # the token after it is already on its way
+                machine.take(plain)
+                statistics.plain += 1
+                i += 1
             continue
-        limit = min(trace.evidence.shape[1], n - i - 1)
-        length = policy.length(
-            trace.draft(i, policy.needs_evidence), limit, depth, machine.take(draft)
-        )
-        machine.take(rows[length])
-        stood = int(min(length, trace.stands[i]))
-        policy.learn(stood, length)
-        row = mx.array(0)
-        statistics.record(length, [*[(1, row, True)] * stood, (1, row, False)])
-        i += stood + 1
+        read = policy.needs_evidence
+        seconds = machine.take(draft)
+        length = policy.length(trace.draft(i, read), limit, depth, seconds)
+        machine.take(rows[length] + machine.reading * read)
+        accepted = min(length, trace.accepted[i])
+        policy.learn(accepted, length)
+        statistics.record(length, [*[(1, None, True)] * accepted, (1, None, False)])
+        machine.now += machine.slow_reader * (1 + accepted)
+        if lengths is not None:
+            lengths.append(length)
+        i += accepted + 1
+    policy.verdict(start + n)
     return machine.spent - begun
 
 
+def fixed_seconds(traces: list[Trace], curve: Curve, length: int, start: int = 512) -> float:
+    """Seconds of the texts with a fixed length; 0 is plain decoding."""
+    machine, total = Machine(curve), 0.0
+    for trace in traces:
+        i, n = 0, len(trace.accepted)
+        while i < n:
+            plain, *rows, draft = machine.at(start + i)
+            drafted = min(length, trace.slots, n - i - 1)
+            total += draft + rows[drafted] if drafted else plain
+            i += 1 + min(drafted, trace.accepted[i])
+    return total
+
+
 def compare(
-    traces: list[Trace], curve: Curve, calibrated: bool = False, start: int = 512
+    traces: list[Trace],
+    curve: Curve,
+    *,
+    calibrated: bool = False,
+    start: int = 512,
+    temp: float = 0.0,
+    believed: Curve | None = None,
+    seed: int = 0,
 ) -> dict[str, float]:
     """Speed over plain decoding of the policy, over the texts in turn, and of fixed lengths.
 
-    calibrated: fitted on every other text for the rest, both ways round, in place of nothing.
+    calibrated: fitted on every other text for the rest, both ways round, in place of nothing;
+    believed: the costs on file, if they are not the machine's.
     """
-    M = traces[0].evidence.shape[1]
-    machine = Machine(curve)
+    M, machine = traces[0].slots, Machine(curve, seed=seed)
 
-    def seconds(policy: Policy, traces: list[Trace]) -> float:
-        return sum(replay(trace, policy, machine, start) for trace in traces)
+    def auto_seconds(calibration: Calibration, texts: list[Trace]) -> float:
+        auto = Auto(Costs(believed or curve), calibration, clock=machine.clock)
+        return sum(replay(trace, auto, machine, start, temp) for trace in texts)
 
-    def auto(calibration: Calibration) -> Policy:
-        return Auto(Costs(curve), calibration, clock=lambda: machine.now)
-
-    times = {str(n): seconds(Fixed(n), traces) for n in range(M + 1)}
+    times = {str(n): fixed_seconds(traces, curve, n, start) for n in range(M + 1)}
     if calibrated:
         halves = traces[::2], traces[1::2]
         times["auto"] = sum(
-            seconds(auto(fitted(other)), half)
+            auto_seconds(fitted(other), half)
             for half, other in zip(halves, reversed(halves), strict=True)
         )
     else:
-        times["auto"] = seconds(auto(uncalibrated(M)), traces)
+        times["auto"] = auto_seconds(uncalibrated(M), traces)
     return {name: times["0"] / s for name, s in times.items()}
 
 
+def over_best_fixed(speed: dict[str, float]) -> float:
+    return speed["auto"] / max(s for name, s in speed.items() if name != "auto")
+
+
 def fitted(traces: list[Trace]) -> Calibration:
-    evidence = np.concatenate([trace.evidence for trace in traces])
-    return fit(evidence, np.concatenate([trace.stands for trace in traces]))
+    evidence = np.array([block for trace in traces for block in trace.evidence])
+    return fit(evidence, np.array([n for trace in traces for n in trace.accepted]))
 
 
 def made_up(tokens: int, slots: int, ease: float, seed: int, informed: float = 1.0) -> Trace:
@@ -152,17 +247,29 @@ def made_up(tokens: int, slots: int, ease: float, seed: int, informed: float = 1
     wander = np.convolve(rng.standard_normal(tokens + 40), np.ones(40) / 40**0.5, "valid")[:tokens]
     slot = -0.15 * np.arange(slots)
     log_odds = ease + 1.2 * wander[:, None] + slot + 1.5 * rng.standard_normal((tokens, slots))
-    stood = rng.uniform(size=log_odds.shape) < 1 / (1 + np.exp(-log_odds))
-    mean = np.log(stood.mean() / (1 - stood.mean()))
+    agree = rng.uniform(size=log_odds.shape) < 1 / (1 + np.exp(-log_odds))
+    mean = np.log(agree.mean() / (1 - agree.mean()))
     evidence = informed * log_odds + (1 - informed) * mean
-    return Trace(evidence, np.cumprod(stood, axis=1).sum(axis=1))
+    return Trace(evidence.tolist(), np.cumprod(agree, axis=1).sum(axis=1).tolist())
+
+
+def made_up_sampled(tokens: int, slots: int, ease: float, seed: int) -> Trace:
+    """The same for drawn tokens, which are somewhat less likely than those of the greedy path."""
+    rng = np.random.default_rng(seed)
+    wander = np.convolve(rng.standard_normal(tokens + 40), np.ones(40) / 40**0.5, "valid")[:tokens]
+    shape = (tokens, slots)
+    ease_here = ease + 1.2 * wander[:, None] - 0.15 * np.arange(slots)
+    greedy = ease_here + 1.5 * rng.standard_normal(shape)
+    drawn = greedy - np.abs(rng.standard_normal(shape))
+    agree = rng.uniform(size=shape) < 1 / (1 + np.exp(-drawn))
+    return Trace(drawn.tolist(), np.cumprod(agree, axis=1).sum(axis=1).tolist(), greedy.tolist())
 
 
 def load_trace(path: Path) -> list[Trace]:
     data = np.load(path)
     ends = np.cumsum(data["lengths"])[:-1]
     parts = zip(np.split(data["evidence"], ends), np.split(data["stands"], ends), strict=True)
-    return [Trace(evidence.astype(float), stands) for evidence, stands in parts]
+    return [Trace(evidence.astype(float).tolist(), n.tolist()) for evidence, n in parts]
 
 
 def record(model: Any, tokenizer: Any, drafter: Any, prompt: str, tokens: int) -> Trace:
@@ -176,7 +283,7 @@ def record(model: Any, tokenizer: Any, drafter: Any, prompt: str, tokens: int) -
     text = [*given, *(r.token for r in stream_generate(model, tokenizer, given, max_tokens=tokens))]
     taps = drafter.config.target_layer_ids
     _, features = drafter.target.forward(mx.array(text), make_prompt_cache(model), taps)
-    cache, evidence, stands = drafter.make_cache(), [], []
+    cache, evidence, accepted = drafter.make_cache(), [], []
     drafter.extend(features[:, : len(given) - 1], cache)
     M = drafter.config.num_proposals
     for i in range(len(given), len(text) - M):
@@ -184,8 +291,17 @@ def record(model: Any, tokenizer: Any, drafter: Any, prompt: str, tokens: int) -
         agree = draft.tokens == mx.array(text[i : i + M])
         assert draft.evidence is not None
         evidence.append(draft.evidence.log_odds())
-        stands.append(mx.cumprod(agree.astype(mx.int32)).sum().item())
-    return Trace(np.array(evidence), np.array(stands))
+        accepted.append(int(mx.cumprod(agree.astype(mx.int32)).sum().item()))
+    return Trace(evidence, accepted)
+
+
+def save_trace(path: Path, traces: list[Trace]) -> None:
+    np.savez_compressed(
+        path,
+        evidence=np.concatenate([np.array(t.evidence) for t in traces]).astype(np.float16),
+        stands=np.concatenate([np.array(t.accepted) for t in traces]).astype(np.uint8),
+        lengths=[len(t.accepted) for t in traces],
+    )
 
 
 def main() -> None:
@@ -204,21 +320,18 @@ def main() -> None:
 
         model, tokenizer, drafter = load(args.model, args.draft_model)
         lines = args.prompts.read_text(encoding="utf-8").splitlines()
-        traces = [record(model, tokenizer, drafter, line, args.tokens) for line in lines if line]
-        np.savez_compressed(
+        save_trace(
             args.record,
-            evidence=np.concatenate([t.evidence for t in traces]).astype(np.float16),
-            stands=np.concatenate([t.stands for t in traces]).astype(np.uint8),
-            lengths=[len(t.stands) for t in traces],
+            [record(model, tokenizer, drafter, line, args.tokens) for line in lines if line],
         )
         return
     traces = (
         load_trace(args.trace) if args.trace else [made_up(400, 7, 1.2, seed) for seed in range(5)]
     )
     print(f"{'':36} auto: calibrated, cold; best fixed length; fixed 1, 2, ...")
-    for entry in json.loads((HERE / "curves.json").read_text(encoding="utf-8")):
+    for entry in CURVES:
         if args.curve in entry["name"]:
-            curve = curve_of(entry, traces[0].evidence.shape[1])
+            curve = curve_of(entry, traces[0].slots)
             cold = compare(traces, curve, start=args.depth)["auto"]
             speed = compare(traces, curve, calibrated=True, start=args.depth)
             auto = speed.pop("auto")

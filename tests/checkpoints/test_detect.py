@@ -88,11 +88,18 @@ def test_the_bridge_alone_is_enough_to_refuse_dflash_tensors(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "extra", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, (), "DFlash2 is not supported yet"),
-        ({}, ("candidate_selector.predecessor_codebook",), "DFlash2 is not supported yet"),
-        ({"speculators_model_type": "dflash2"}, (), "DFlash2 is not supported yet"),
-        ({"dflash_config": {"projector_type": "domino"}}, (), "Domino is not supported yet"),
-        ({}, ("prefix_gru.weight_ih_l0",), "Domino is not supported yet"),
+        ({"architectures": ["MiniMaxDFlash2DraftModel"]}, (), "DFlash2 for MiniMax: its swigluoai"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, (), "LiLiCorr: its correlation head"),
+        ({"dflash_config": {"lilicorr_candidate_topk": 8}}, (), "LiLiCorr: its correlation head"),
+        ({"dflash_config": {"projector_type": "p-eagle"}}, (), "P-EAGLE: its head"),
+        ({"dflash_config": {"projector_type": "dspark_kv"}}, (), "DSpark-KV: its head"),
+        ({"architectures": ["HSpecDraftModel"]}, (), "HSpec: its head is not supported"),
+        (
+            {"architectures": ["DFlash2DraftModel"]},
+            (),
+            r"says DFlash2 but no tensor is named candidate_selector\.\*",
+        ),
+        ({"dflash_config": {"projector_type": "domino"}}, (), "says Domino but no tensor is named"),
         ({"architectures": ["Qwen35DSparkModel"]}, ("markov_head.x",), "gated queries"),
         ({"speculators_model_type": "eagle3"}, (), "'eagle3'; dflash, dspark, dflash2 are known"),
         ({"dflash_config": {"projector_type": "mystery"}}, (), "'mystery'"),

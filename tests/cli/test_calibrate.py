@@ -12,8 +12,9 @@ import dspine_mlx
 from dspine_mlx.cli import app
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
-from dspine_mlx.verify_length import costs
-from dspine_mlx.verify_length.calibration import load_calibrations, uncalibrated
+from dspine_mlx.verify_length.calibration import uncalibrated
+from dspine_mlx.verify_length.store import load_calibrations
+from tests.support.cache import cache_folder
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +58,7 @@ def test_from_prompts_to_the_next_generation(
     assert result.exception is None
     assert "prompts.jsonl, line 3 has no messages, prompt" in result.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
-    (file,) = costs.CACHE.glob("calibration-*.json")
+    (file,) = cache_folder().glob("calibration-*.json")
     assert result.stdout.splitlines()[-1].replace("\n", "") == f"Written to {file}"
     modes = json.loads(file.read_text())["modes"]
     assert modes.keys() == {"greedy", "sampled from 0.9"}
@@ -70,7 +71,7 @@ def test_from_prompts_to_the_next_generation(
     assert all(row[1] == "100%" for row in rows[:-1])  # the drafter knows the replies
     _, drafter = generated(scripted)
     assert drafter.schedule is not None
-    used = drafter.schedule.policies["greedy"].belief.calibration
+    used = drafter.schedule.policies["greedy"].chances.calibration
     assert used == load_calibrations(drafter, file)["greedy"]
     assert used.rounds == TEXTS - 1
 
@@ -91,7 +92,7 @@ def test_held_out_prompts_are_measured_and_the_others_fitted(
     for when in ("before", "after"):
         errors = report["modes"]["greedy"][f"ece_{when}"]
         assert stored[f"ece_{when}"] == pytest.approx(sum(errors) / len(errors))
-    assert not costs.CACHE.exists()  # only where it was asked for
+    assert not cache_folder().exists()  # only where it was asked for
 
 
 @pytest.mark.parametrize("option", ["--output", "--plot"])
@@ -143,7 +144,7 @@ def test_a_calibration_that_does_not_fit_is_one_warning(
     path = tmp_path / "few.txt"
     path.write_text("1\n2")
     assert calibrated(scripted, path).exception is None
-    (file,) = costs.CACHE.glob("calibration-*.json")
+    (file,) = cache_folder().glob("calibration-*.json")
     file.write_text(spoiled(json.loads(file.read_text()), how))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -151,7 +152,7 @@ def test_a_calibration_that_does_not_fit_is_one_warning(
     assert again == text
     assert drafter.schedule is not None
     default = uncalibrated(drafter.config.num_proposals)
-    assert drafter.schedule.policies["greedy"].belief.calibration == default
+    assert drafter.schedule.policies["greedy"].chances.calibration == default
     (record,) = caplog.records
     assert "can't be used" in record.message
     assert "confidences stay uncalibrated" in record.message

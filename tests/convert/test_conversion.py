@@ -17,8 +17,11 @@ from mlx.utils import tree_flatten
 from dspine_mlx.checkpoints.open import open_checkpoint
 from dspine_mlx.convert.conversion import convert
 from dspine_mlx.convert.plan import Options
-from dspine_mlx.convert.reference import Head, Round, dflash_round, dspark_round, dspine_round
+from dspine_mlx.convert.reference import Chain, Head, dflash_round, dspark_round, dspine_round
+from dspine_mlx.convert.reference_dflash2 import dflash2_round
+from dspine_mlx.convert.reference_domino import domino_round
 from dspine_mlx.convert.verify import Verification, verify
+from dspine_mlx.drafters.chain import ChainProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
@@ -39,6 +42,8 @@ from tests.support.checkpoints import (
     speculators,
     tiny_target,
 )
+from tests.support.dflash2 import Sizes, dflash2_speculators, dflash2_zlab
+from tests.support.domino import domino_specforge
 
 SLIDING: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -52,6 +57,15 @@ YARN: dict[str, Any] = {
 YARN_FACTOR = YARN | {"attention_factor": 1.7}
 WINDOWED = speculators()[0]["transformer_layer_config"] | SLIDING
 Maker = Callable[[Shape], Checkpoint]
+
+
+def weighted(checkpoint: Checkpoint) -> Checkpoint:
+    """As others' converted copies name the codebooks."""
+    config, weights = checkpoint
+    named = {f"{n}.weight" if n.endswith("codebook") else n: v for n, v in weights.items()}
+    return config, named
+
+
 DFLASH: dict[str, Maker] = {
     "z-lab": dflash_zlab,
     "z-lab, block size nested": partial(dflash_zlab, nested_block=True),
@@ -92,6 +106,23 @@ DSPARK: dict[str, Maker] = {
     "speculators, reduced": partial(speculators, reduced=True),
     "speculators, mask first": partial(speculators, sample_from_anchor=False),
 }
+CHANNELS = Sizes(g=1)  # divides any width
+DFLASH2: dict[str, Maker] = {
+    "z-lab": partial(dflash2_zlab, sizes=CHANNELS),
+    "z-lab, sliding and full": partial(dflash2_zlab, **SLIDING),
+    "z-lab, sliding, causality unstated": partial(dflash2_zlab, is_causal=None, **SLIDING),
+    "z-lab, some tokens": partial(dflash2_zlab, sizes=CHANNELS, selector_vocab_size=40),
+    "z-lab, codebooks are weights": lambda shape: weighted(dflash2_zlab(shape, CHANNELS)),
+    "speculators": partial(dflash2_speculators, sizes=CHANNELS),
+    "speculators, sliding, causal": partial(dflash2_speculators, sliding_window_non_causal=False),
+}
+DOMINO: dict[str, Maker] = {
+    "SpecForge": domino_specforge,
+    "SpecForge, not shifted": partial(domino_specforge, shift=False),
+    "SpecForge, shift unstated": partial(domino_specforge, shift=None),
+    "SpecForge, older names": partial(domino_specforge, older=True),
+    "SpecForge, corrected from the first": partial(domino_specforge, prefix=0),
+}
 DSPINE: dict[str, Maker] = {
     "SpecForge": dspine_specforge,
     "SpecForge, causality unstated": partial(dspine_specforge, is_causal=None),
@@ -102,17 +133,24 @@ LAYOUTS = {f"{method}, {name}": (maker, score) for method, makers, score in (
     ("DFlash", DFLASH, dflash_round),
     ("DSpark", DSPARK, dspark_round),
     ("DSpine", DSPINE, dspine_round),
+    ("DFlash2", DFLASH2, dflash2_round),
+    ("Domino", DOMINO, domino_round),
 ) for name, maker in makers.items()}  # fmt: skip
 
 
 def assert_same_round(
-    drafter: Drafter, score: Callable[..., Round], checkpoint: Checkpoint, head: Head, shape: Shape
+    drafter: Drafter, score: Callable[..., Any], checkpoint: Checkpoint, head: Head, shape: Shape
 ) -> None:
-    """Candidates are the best base logits, and all scores agree within 1e-5."""
+    """Candidates are the best base logits, and all scores agree within 1e-5; of a chain, those of
+    all tokens along its greedy path, which is the published one."""
     config, weights = checkpoint
     features, anchor = random_features(shape), 5
     cache = drafter.make_cache()
-    proposal = drafter.propose(anchor, mx.array(features)[None], cache).ranked()
+    proposal = drafter.propose(anchor, mx.array(features)[None], cache)
+    if isinstance(proposal, ChainProposal):
+        assert_same_path(proposal, partial(score, weights, config, head, features, anchor))
+        return
+    proposal = proposal.ranked()
     ids = np.array(proposal.candidates).astype(int)
     wanted = score(weights, config, head, features, anchor, candidates=ids)
     best = -np.sort(-wanted.base, axis=1)[:, : ids.shape[1]]
@@ -125,9 +163,25 @@ def assert_same_round(
         np.testing.assert_allclose(np.array(proposal.confidence), wanted.confidence, atol=1e-5)
 
 
+def assert_same_path(proposal: ChainProposal, score: Callable[..., Chain]) -> None:
+    ((path, _),) = proposal.paths([mx.zeros(proposal.candidates.shape)], 1.0)
+    tokens = proposal.tokens[path].tolist()
+    wanted = score(path=tokens)
+    scores = np.full(wanted.scores.shape, -np.inf)
+    scores[:, np.array(proposal.tokens)] = np.array(proposal.scores_on(path))
+    tolerance = 2e-5 * max(1, np.abs(wanted.scores[np.isfinite(wanted.scores)]).max())
+    np.testing.assert_allclose(scores, wanted.scores, atol=tolerance)
+    best = wanted.scores.max(axis=1) - np.take_along_axis(wanted.scores, np.array([tokens]).T, 1).T
+    assert best.max() <= tolerance
+    confidence = proposal.confidence_on(path)
+    assert (confidence is None) == (wanted.confidence is None)
+    if confidence is not None and wanted.confidence is not None:
+        np.testing.assert_allclose(np.array(confidence), wanted.confidence, atol=1e-5)
+
+
 @pytest.mark.parametrize(("maker", "score"), LAYOUTS.values(), ids=LAYOUTS)
 def test_a_layout_converts_and_keeps_its_round(
-    tmp_path: Path, maker: Maker, score: Callable[..., Round]
+    tmp_path: Path, maker: Maker, score: Callable[..., Any]
 ) -> None:
     shape = Shape()
     checkpoint = maker(shape)

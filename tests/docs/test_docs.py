@@ -25,7 +25,7 @@ from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli import app
 from dspine_mlx.cli.prompting import apply_template, messages_of
 from dspine_mlx.load import DEMO
-from dspine_mlx.verify_length.calibration import load_calibrations
+from dspine_mlx.verify_length.store import load_calibrations
 from tests.support.documentation import (
     FILES,
     PAGES,

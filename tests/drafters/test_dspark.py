@@ -10,9 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from dspine_mlx.drafters.dflash import Proposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspark import DSpark, DSparkConfig
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from dspine_mlx.round.select import select
@@ -43,6 +43,7 @@ CONFIG: dict[str, Any] = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
     "top_k": K,
+    "candidate_pool": 0,  # the table of top_k
 }
 
 

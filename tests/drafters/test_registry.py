@@ -165,14 +165,14 @@ def test_it_is_unknown_elsewhere(folder: Path, model: nn.Module, network: Toy) -
 
 
 def test_a_registered_method_goes_before_a_refusal(folder: Path, model: nn.Module) -> None:
-    """Who brings DFlash2 needs no change elsewhere."""
+    """Who brings LiLiCorr needs no change elsewhere."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps(config | {"architectures": ["DFlash2DraftModel"]})
+        json.dumps(config | {"architectures": ["LiLiCorrDraftModel"]})
     )
-    with registered(METHOD), pytest.raises(InputError, match="DFlash2 is not supported yet"):
+    with registered(METHOD), pytest.raises(InputError, match="its correlation head"):
         dspine_mlx.load_drafter(folder, model)
-    with registered(replace(METHOD, architectures=("DFlash2DraftModel",))):
+    with registered(replace(METHOD, architectures=("LiLiCorrDraftModel",))):
         assert type(dspine_mlx.load_drafter(folder, model).network) is Toy
 
 
@@ -181,7 +181,7 @@ def test_what_records_name_exists() -> None:
         assert method.reference is not None
         assert callable(resolve_name(method.reference))
     trainable = [method.name for method in METHODS.values() if method.objective]
-    assert trainable == ["dflash", "dspark", "dspine"]
+    assert trainable == ["dflash", "dspark", "dspine", "dflash2", "domino"]
     assert all(isinstance(objective_named(name), Objective) for name in trainable)
     with pytest.raises(InputError, match="'dspark_gemma4'; it must be dflash, dspark, dspine"):
         objective_named("dspark_gemma4")

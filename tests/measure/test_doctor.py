@@ -16,16 +16,18 @@ from dspine_mlx.cli import app
 from dspine_mlx.errors import InputError
 from dspine_mlx.measure import doctor
 from dspine_mlx.measure.doctor import NOTE, OK, PROBLEM, Finding
-from dspine_mlx.verify_length import costs
-from dspine_mlx.verify_length.calibration import (
-    Calibration,
-    calibration_path,
-    fit,
-    save_calibrations,
-    uncalibrated,
+from dspine_mlx.verify_length import store
+from dspine_mlx.verify_length.calibration import Calibration, uncalibrated
+from dspine_mlx.verify_length.costs import Curve
+from dspine_mlx.verify_length.fit import fit
+from dspine_mlx.verify_length.on_file import (
+    calibrations_on_file,
+    costs_on_file,
+    looks_unreliable,
 )
-from dspine_mlx.verify_length.costs import Curve, costs_of
-from dspine_mlx.verify_length.store import calibrations_on_file, costs_on_file, disturbed, doubtful
+from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.store import calibration_path, save_calibrations
+from tests.support.cache import cache_folder
 from tests.support.tiny import tiny_dspine
 
 FILES = ("costs", "calibration")
@@ -36,7 +38,7 @@ def found(findings: Any, name: str) -> list[Finding]:
 
 
 def test_a_sound_machine(model: nn.Module) -> None:
-    costs_of(tiny_dspine(model))
+    prepare(tiny_dspine(model))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     report = json.loads(result.stdout.splitlines()[-1])
     assert (result.exit_code, report["sound"]) == (0, True)
@@ -49,8 +51,8 @@ def test_a_sound_machine(model: nn.Module) -> None:
 
 def test_notes_are_no_problems(model: nn.Module) -> None:
     """A damaged file in the cache is told, with what to do, and the exit status stays 0."""
-    costs.CACHE.mkdir(parents=True)
-    (costs.CACHE / "costs-1.json").write_text("{")
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "costs-1.json").write_text("{")
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
     note = "note    costs: unknown pair; 0 days old; it can't be read (JSONDecodeError) (delete"
@@ -167,11 +169,11 @@ def test_an_mlx_lm_that_cant_serve_and_packages_that_patch_are_noted(
 def on_file(model: nn.Module) -> dict[str, Path]:
     """Costs and calibration of a tiny pair."""
     drafter = tiny_dspine(model)
-    costs_of(drafter)
+    prepare(drafter)
     evidence = mx.random.normal((80, 7), key=mx.random.key(1)).tolist()
     fitted = fit(np.array(evidence), np.arange(80) % 8)
     save_calibrations(calibration_path(drafter), drafter, {"greedy": fitted})
-    return {kind: next(costs.CACHE.glob(f"{kind}-*.json")) for kind in FILES}
+    return {kind: next(cache_folder().glob(f"{kind}-*.json")) for kind in FILES}
 
 
 def test_costs_say_of_which_pair_and_when(on_file: dict[str, Path]) -> None:
@@ -180,7 +182,7 @@ def test_costs_say_of_which_pair_and_when(on_file: dict[str, Path]) -> None:
     (entry,) = costs_on_file()
     assert entry.pair.startswith("qwen3, 4 layers of 32, ")
     assert entry.pair.endswith("with DSpine, 2 layers, 7 proposals")
-    assert (round(entry.days), entry.problem, entry.device) == (7, "", costs.device_name())
+    assert (round(entry.days), entry.problem, entry.device) == (7, "", store.device_name())
     (line,) = found(doctor.on_file(), "costs")
     figures = "plain 1.0 ms, draft 0.1 ms, verify 1.0 ms (1 row) to 1.0 ms (8 rows)"
     assert line == Finding("costs", OK, f"{entry.pair}: {figures}; 7 days old")
@@ -233,19 +235,22 @@ def test_files_that_are_none_are_told(text: str, kind: str, on_file: dict[str, P
     ],
 )
 def test_signs_of_a_disturbed_measurement(plain: float, rows: Any, sign: str) -> None:
-    assert disturbed(Curve((64, 2048), (plain, plain), (0.1, 0.1), (rows, rows))) == sign
+    curve = Curve((64, 2048), (plain, plain), (0.1, 0.1), (rows, rows))
+    assert curve.contradiction() == sign
 
 
 def test_signs_of_a_doubtful_calibration() -> None:
     def of(rounds: int, before: float, after: float) -> Calibration:
         return Calibration((1.0, 2.0), (0.0, 0.0), rounds, before, after)
 
-    assert doubtful({}) == ""
-    assert doubtful({"greedy": of(500, 0.1, 0.05), "sampled from 0.0": of(60, 0.1, 0.1)}) == ""
-    assert doubtful({"greedy": of(59, 0.1, 0.05)}) == "greedy was fitted on 59 rounds only"
+    assert looks_unreliable({}) == ""
+    sound = {"greedy": of(500, 0.1, 0.05), "sampled from 0.0": of(60, 0.1, 0.1)}
+    assert looks_unreliable(sound) == ""
+    assert looks_unreliable({"greedy": of(59, 0.1, 0.05)}) == "greedy was fitted on 59 rounds only"
     worse = {"greedy": of(500, 0.1, 0.05), "sampled from 0.0": of(500, 0.05, 0.1)}
-    assert doubtful(worse) == "sampled from 0.0 is further off with it (10.0%) than without (5.0%)"
-    assert doubtful({"greedy": uncalibrated(3)}) == "greedy was fitted on 0 rounds only"
+    problem = "sampled from 0.0 is further off with it (10.0%) than without (5.0%)"
+    assert looks_unreliable(worse) == problem
+    assert looks_unreliable({"greedy": uncalibrated(3)}) == "greedy was fitted on 0 rounds only"
 
 
 def test_drafters_in_the_hub_cache_are_told_by_their_config(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load
 from dspine_mlx.measure import doctor, report
 from dspine_mlx.measure.report import PROMPTS, as_text, bundle, facts
-from dspine_mlx.verify_length import costs
-from dspine_mlx.verify_length.calibration import (
+from dspine_mlx.verify_length import store
+from dspine_mlx.verify_length.store import (
     calibration_path,
     load_calibrations,
     save_calibrations,
@@ -50,7 +50,7 @@ def test_no_private_name_gets_into_a_report(names: list[str]) -> None:
         target = copy_of("target", models / "t", _name_or_path=f"{home}/x", license_name=owner)
         drafter = copy_of("drafter", models / "d", _name_or_path=owner)
         cache = home / "cache"
-        patch.setattr(costs, "CACHE", cache)
+        patch.setattr(store, "cache_folder", lambda: cache)
         for name in ("HOME", "USER", "LOGNAME", "LD_PRELOAD"):
             patch.setenv(name, str(home))
         patch.setattr(getpass, "getuser", lambda: user)

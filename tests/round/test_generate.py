@@ -12,6 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.errors import InputError
+from tests.support.samplers import PROCESSORS, SAMPLERS
 from tests.support.tiny import (
     SCRIPTS,
     Step,
@@ -90,23 +92,6 @@ def test_prompts_across_chunk_borders(
     )
     assert same_steps(ours, plain)
     assert calls["ours"] == calls["plain"]
-
-
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "temperature": {"temp": 0.8},
-    "top-p": {"temp": 0.9, "top_p": 0.8},
-    "top-k": {"temp": 1.2, "top_k": 20},
-    "min-p": {"temp": 0.9, "min_p": 0.05},
-    "xtc": {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01},
-}
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "bias": {"logit_bias": {20: 5.0, 99: -3.0}},
-    "repetition": {"repetition_penalty": 1.3},
-    "presence": {"presence_penalty": 0.8},
-    "frequency": {"frequency_penalty": 0.7},
-    "all": {"logit_bias": {7: 2.0}, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
-}
 
 
 @pytest.mark.parametrize("sampler", [None, *SAMPLERS])
@@ -286,3 +271,22 @@ def test_quantised_cache_starts_where_mlx_lms_does(
     assert type(cache[0]) is QuantizedKVCache
     assert type(cache[-1]) is KVCache
     assert {c.offset for c in cache} == {len(prompt) + 24}
+
+
+def test_mlx_lms_names_for_a_drafter_and_its_length(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    prompt, drafter = random_prompt(9), tiny_dspine(model)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=12)
+    options: dict[str, Any] = {"draft_model": drafter, "num_draft_tokens": 3, "max_tokens": 12}
+    responses = list(dspine_mlx.stream_generate(model, tokenizer, prompt, **options))
+    assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+    assert set(responses[-1].verify_lengths) <= {1, 2, 3}
+    for wrong, words in (
+        ({"drafter": drafter}, "two names for one thing"),
+        ({"verify_length": 2}, "num_draft_tokens is 3 and verify_length 2"),
+        ({"draft_model": model}, "the drafter is a Model; it must come from load"),
+        ({"num_draft_tokens": 2.0}, "verify_length is 2.0"),
+    ):
+        with pytest.raises(InputError, match=words):
+            dspine_mlx.stream_generate(model, tokenizer, prompt, **(options | wrong))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.drafters.dflash import Proposal
+from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.round.accept import (
     acceptance,
     accepted,
@@ -25,9 +25,10 @@ from dspine_mlx.round.accept import (
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, evidence
 from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
-from dspine_mlx.verify_length.schedule import Auto, verify_length
+from dspine_mlx.verify_length.rules import verify_length
 
 Path = tuple[int, ...]
 Law = np.ndarray
@@ -101,10 +102,46 @@ def outcomes(chances: mx.array) -> list[tuple[float, mx.array]]:
     return cases
 
 
-def law_of_round(toy: Toy, choose: Callable[[Draft], int], *, block: bool, tested: bool) -> Law:
-    """The law of M + 1 tokens, the first ones from a round whose length is chosen after drawing."""
+def law_of_copy(toy: Toy, tokens: list[int]) -> Law:
+    """The law of M + 1 tokens, the first ones from a round that offers these, copied."""
+    law = np.zeros((toy.V,) * (toy.M + 1))
+    for picks in product(range(toy.V), repeat=len(tokens) + 1):
+        chance = np.prod([toy.p[tuple(tokens[:i])][x] for i, x in enumerate(picks)])
+        left = list(picks)
+        n, following = match(
+            mx.array(tokens),
+            mx.zeros((len(tokens) + 1, toy.V)),
+            lambda _: mx.array([left.pop(0)]),  # noqa: B023
+        )
+        toy.go_on(law, (*tokens[:n], following), float(chance))
+    return law
+
+
+def law_with_copies(toy: Toy, copied: Callable[[Draft], list[int]], auto: Auto) -> Law:
+    """The law of a round that offers a copy, or the draft, after drawing the draft."""
     law = np.zeros((toy.V,) * (toy.M + 1))
     for picks in product(range(toy.K), repeat=toy.M):
+        full, drawn = toy.draft(picks)
+        tokens = copied(full)
+        if tokens:
+            law += drawn * law_of_copy(toy, tokens)
+        else:
+            law += law_of_round(toy, chosen(auto, toy.M), block=True, tested=True, only=picks)
+    return law
+
+
+def law_of_round(
+    toy: Toy,
+    choose: Callable[[Draft], int],
+    *,
+    block: bool,
+    tested: bool,
+    only: Path | None = None,
+) -> Law:
+    """The law of M + 1 tokens, the first ones from a round whose length is chosen after drawing;
+    or the part of it where these candidates are drawn."""
+    law = np.zeros((toy.V,) * (toy.M + 1))
+    for picks in [only] if only else product(range(toy.K), repeat=toy.M):
         full, drawn = toy.draft(picks)
         length = choose(full)
         draft = full.first(length + 1 if tested else length)
@@ -179,11 +216,55 @@ def test_a_retrospective_rule_is_caught(block: bool) -> None:
     auto = policy(toy, 1)
 
     def choose(draft: Draft) -> int:
-        chances = auto.belief.chances(auto.log_odds(draft)[0])
+        chances = auto.chances.of(auto.read(draft).odds)
         return verify_length(chances, [1.0, 1.7, 1.7, 1.7], [1.0] * 3)
 
     assert lengths(toy, choose) == {0, 3}
     law = law_of_round(toy, choose, block=block, tested=True)
+    assert distance(law, toy.wanted()) > 1e-3
+
+
+def copying(toy: Toy, auto: Auto, seed: int) -> Callable[[Draft], list[int]]:
+    """The real choice between a draft and a copy, which shares the greedy path's beginning."""
+    rng = np.random.default_rng(seed)
+    path = toy.draft((0,) * toy.M)[0].greedy_path
+    assert path is not None
+    shared = int(rng.integers(0, toy.M))
+    tokens = [*path.tokens.tolist()[:shared], *rng.integers(0, toy.V, toy.M - shared).tolist()]
+    chances = rng.uniform(0.2, 1.0, toy.M).tolist()
+    copy = Draft(mx.array(tokens), mx.array(tokens)[:, None], None, copied=chances)
+    return lambda draft: tokens[: auto.copied_length(copy, draft, toy.M, 1)]
+
+
+@settings(deadline=None, max_examples=15)
+@given(V=st.integers(2, 3), M=st.integers(2, 3), seed=st.integers(0, 9999))
+def test_the_choice_of_a_copy_keeps_the_distribution(V: int, M: int, seed: int) -> None:
+    toy, auto = Toy(V, V, M, seed), policy(Toy(V, V, M, seed), seed + 1)
+    law = law_with_copies(toy, copying(toy, auto, seed), auto)
+    assert distance(law, toy.wanted()) < 1e-12
+
+
+def test_the_policy_offers_copies_and_drafts() -> None:
+    """What that test is worth: it sees both, and the choice never depends on the draws."""
+    offered = []
+    for seed in range(40):
+        toy = Toy(3, 3, 3, seed)
+        choose = copying(toy, policy(toy, seed + 1), seed)
+        drafts = [toy.draft(picks)[0] for picks in product(range(3), repeat=3)]
+        lengths = {len(choose(draft)) for draft in drafts}
+        assert len(lengths) == 1
+        offered.append(lengths.pop())
+    assert 10 <= sum(n > 0 for n in offered) <= 30
+
+
+def test_a_copy_chosen_for_the_drawn_token_is_caught() -> None:
+    """Drafts that a copy disagrees with are dropped: what was drawn decides what is offered."""
+    toy = Toy(3, 3, 3, 1)
+    auto = policy(toy, 1)
+    tokens = [int(toy.candidates[0, 1]), 0, 1]
+    law = law_with_copies(
+        toy, lambda draft: tokens if draft.tokens[0].item() != tokens[0] else [], auto
+    )
     assert distance(law, toy.wanted()) > 1e-3
 
 

@@ -87,9 +87,11 @@ def toy_round(
     return reference.Round(candidates, scores[0], table, base)
 
 
-def wrong_round(weights: reference.Weights, config: dict[str, Any], *rest: Any) -> reference.Round:
+def wrong_round(
+    weights: reference.Weights, config: dict[str, Any], *rest: Any, **options: Any
+) -> reference.Round:
     """The slots shifted the wrong way."""
-    return toy_round(weights, config | {"shift_scale": -config["shift_scale"]}, *rest)
+    return toy_round(weights, config | {"shift_scale": -config["shift_scale"]}, *rest, **options)
 
 
 METHOD = Method(

@@ -23,7 +23,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.prompt_cache import PromptCaches
 from dspine_mlx.target.rollback import leaves
-from dspine_mlx.verify_length.costs import Bench
+from dspine_mlx.verify_length.profile import StepTimer
 from tests.support.families import FAMILIES, WINDOW, build, random_drafter, scripted_drafter
 from tests.support.tiny import SCRIPTS, random_prompt
 
@@ -183,7 +183,7 @@ def test_a_measured_verify_step_pays_for_the_way_back(
 ) -> None:
     """The cost curve's verify step replays half of its rows, and leaves the caches as they were."""
     model = model_of(family)
-    bench = Bench(random_drafter(model))
+    bench = StepTimer(random_drafter(model))
     accepted: list[int] = []
     accept = bench.rollback.accept
 

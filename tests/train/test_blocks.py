@@ -18,6 +18,13 @@ from tests.support.training import SHAPE, random_batch
 PLAIN = LossConfig(replacement_layers=0)
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+SELECTOR = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 4,
+    "selector_rank": 5,
+    "selector_top_k": 4,
+}
+PREFIX = {"gru_hidden_dim": 6, "emb_dim": 4, "shift_label": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "DFlash": ("dflash", {}),
     "DFlash, causal": ("dflash", {"is_causal": True}),
@@ -29,6 +36,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "DFlash, YaRN": ("dflash", {"rope_scaling": YARN}),
     "DSpark": ("dspark", {"markov_rank": 4}),
+    "DFlash2": ("dflash2", SELECTOR),
+    "DFlash2, three taps, sliding": ("dflash2", SELECTOR | SLIDING | {"conv_kernel_size": 3}),
+    "Domino": ("domino", PREFIX),
+    "Domino, not shifted": ("domino", PREFIX | {"shift_label": False}),
     "DSpine": ("dspine", {"transfer_rank": 12, "message_size": 6}),
     "DSpine, three layers": ("dspine", {"transfer_rank": 12, "message_size": 6, "layers": 3}),
 }
@@ -68,7 +79,8 @@ def one_block(drafter: Drafter, batch: Batch, s: int, a: int) -> mx.array:
     network, cache = drafter.network, drafter.make_cache()
     if isinstance(network, DSpine):
         return network.injected_backbone(token, features, cache, drafter.target)[0]
-    return network.backbone(token, features, cache, drafter.target)
+    states = network.backbone(token, features, cache, drafter.target)
+    return states[: drafter.config.num_proposals]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -29,7 +29,7 @@ from tests.support.tiny import random_prompt, tiny_dspine, tiny_target
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("method", ["dspine", "dspark", "dflash"])
+@pytest.mark.parametrize("method", ["dspine", "dspark", "dflash", "dflash2", "domino"])
 def test_a_run_leaves_a_drafter_that_generates(
     method: str, tmp_path: Path, target: Path, data: Path
 ) -> None:

@@ -14,24 +14,21 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.load import load
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.verify_length import costs
-from dspine_mlx.verify_length.calibration import (
+from dspine_mlx.verify_length.calibration import Calibration, mode_of, sigmoid, uncalibrated
+from dspine_mlx.verify_length.fit import (
     PRIOR,
     TEMPERATURES,
-    Calibration,
-    calibration_path,
+    Rounds,
+    calibrate,
     ece,
     fit,
-    load_calibrations,
-    mode_of,
-    save_calibrations,
+    fit_temperatures,
+    record,
     scoring,
-    sigmoid,
     survival_errors,
-    uncalibrated,
 )
-from dspine_mlx.verify_length.fit import Rounds, calibrate, record
-from dspine_mlx.verify_length.schedule import fit_temperatures
+from dspine_mlx.verify_length.store import calibration_path, load_calibrations, save_calibrations
+from tests.support.cache import cache_folder
 from tests.support.tiny import plain_steps, random_prompt, scripted, tiny_dflash
 
 
@@ -247,7 +244,7 @@ def test_one_prompt_or_few_rounds_are_warned_about(caplog: pytest.LogCaptureFixt
 
 
 def test_calibrations_stay_out_of_the_model_folder(model: nn.Module) -> None:
-    assert calibration_path(tiny_dflash(model)).parent == costs.CACHE
+    assert calibration_path(tiny_dflash(model)).parent == cache_folder()
 
 
 def test_the_shipped_pair_brings_its_calibration(tmp_path: Path) -> None:

@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.verify_length import costs
-from dspine_mlx.verify_length.costs import Bench, Costs, Curve, costs_of, guess, pair_key
+from dspine_mlx.verify_length import profile, store
+from dspine_mlx.verify_length.costs import Costs, Curve
+from dspine_mlx.verify_length.profile import StepTimer, guess
+from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.store import pair_key
+from tests.support.cache import cache_folder
 from tests.support.tiny import tiny_dflash, tiny_dspine, tiny_target
 
-measure = costs.measure  # before the fixture for all tests replaces it
+measure = profile.measure  # before the fixture for all tests replaces it
 
 
 def curve(slope: float = 0.0) -> Curve:
@@ -39,7 +43,9 @@ def test_wrong_curves_are_learnt(errors: list[float], seed: int) -> None:
     truth = np.array(curve().at(100)) * np.exp(errors)
     for _ in range(60):
         for kind in range(6):
-            taught.observe(kind, truth[kind] * np.exp(0.1 * rng.standard_normal()), 100)
+            name = "plain" if kind == 0 else "draft" if kind == 5 else "verify"
+            seconds = truth[kind] * np.exp(0.1 * rng.standard_normal())
+            taught.observe(name, kind, seconds, 100)
     np.testing.assert_allclose(np.log(np.array(taught.predict(100)) / truth), 0, atol=0.15)
 
 
@@ -60,6 +66,43 @@ def test_a_single_pause_changes_little() -> None:
     before = taught.plain(100)
     taught.observe_plain(500.0, 100)
     assert taught.plain(100) < 1.25 * before
+    taught.observe_plain(1.0, 100)
+    assert taught.plain(100) == pytest.approx(before, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.2, 5.0, 10.0])
+def test_a_curve_that_is_far_off_is_seen_at_once(factor: float) -> None:
+    """A shorter time is believed at once, a longer one if it comes twice."""
+    taught = Costs(curve())
+    for _ in range(1 if factor < 1 else 2):
+        taught.observe_plain(factor * curve().at(100)[0], 100)
+    assert taught.plain(100) == pytest.approx(factor * curve().at(100)[0], rel=0.15)
+
+
+def test_all_widths_are_off_if_one_is() -> None:
+    taught, file = Costs(curve()), curve().at(100)
+    taught.observe_round(file[-1], 0.2 * file[1], 1, 100)
+    np.testing.assert_allclose(taught.verify(100), 0.2 * np.array(file[1:-1]), rtol=0.3)
+
+
+def test_what_was_learnt_changes_the_file_by_a_factor_of_two_at_most() -> None:
+    taught, file = Costs(curve()), curve()
+    for _ in range(5):
+        taught.observe_plain(5.0, 100)
+        taught.observe_round(0.25, 1.4, 2, 100)
+    learnt = taught.learnt()
+    assert learnt.plain[0] == pytest.approx(2 * file.plain[0])
+    assert learnt.verify[0][1] == pytest.approx(1.4, rel=0.1)
+    assert learnt.depths == file.depths
+
+
+def test_times_that_scatter_are_known_as_disturbed() -> None:
+    rng = np.random.default_rng(0)
+    for noise, disturbed in ((0.1, False), (0.8, True)):
+        taught = Costs(curve())
+        for _ in range(100):
+            taught.observe_plain(float(np.exp(noise * rng.standard_normal())), 100)
+        assert taught.disturbed == disturbed
 
 
 def test_a_guess_takes_its_scale_from_the_first_step() -> None:
@@ -93,12 +136,12 @@ def test_the_cache_is_used_and_keyed_by_the_pair(
         calls.append(drafter)
         return Curve((1, 2), (1, 1), (1, 1), ((1.0,) * 8, (1.0,) * 8))
 
-    monkeypatch.setattr(costs, "measure", count)
+    monkeypatch.setattr(profile, "measure", count)
     drafter = tiny_dflash(model)
-    first = costs_of(drafter).curve
-    assert costs_of(drafter).curve == first
+    first = prepare(drafter).costs.curve
+    assert prepare(drafter).costs.curve == first
     assert len(calls) == 1
-    costs_of(tiny_dspine(model))
+    prepare(tiny_dspine(model))
     assert len(calls) == 2
     other = tiny_target(head_dim=16)
     assert pair_key(tiny_dflash(other)) != pair_key(drafter)
@@ -121,18 +164,18 @@ def test_a_bad_cache_file_is_measured_again(
     model: nn.Module, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = tiny_dflash(model)
-    good = costs_of(drafter).curve
-    (path,) = costs.CACHE.glob("costs-*.json")
+    good = prepare(drafter).costs.curve
+    (path,) = cache_folder().glob("costs-*.json")
     if content == "other pair":
         data = json.loads(path.read_text())
         data["key"]["target"] = "another"
         content = json.dumps(data)
     path.write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert costs_of(drafter).curve == good
+        assert prepare(drafter).costs.curve == good
     assert len(caplog.records) == 1
     assert "measured again" in caplog.text
-    assert costs_of(drafter).curve == good  # and the file is whole again
+    assert prepare(drafter).costs.curve == good  # and the file is whole again
     assert len(caplog.records) == 1
 
 
@@ -143,8 +186,8 @@ def test_a_cache_folder_that_cannot_be_written(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(costs, "CACHE", tmp_path / "file" / "cache")
-    costs_of(tiny_dflash(model))
+    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path / "file" / "cache")
+    prepare(tiny_dflash(model))
     assert "can't be written" in caplog.text
 
 
@@ -153,7 +196,7 @@ def test_measuring_leaves_no_trace_and_covers_all_widths(model: nn.Module) -> No
     measured = measure(drafter, seconds=0.0)
     assert len(measured.verify[0]) == 6
     assert measured.measured
-    bench = Bench(drafter)
+    bench = StepTimer(drafter)
     bench.deepen(50)
     before = [c.offset for c in (*bench.cache, *bench.draft_cache)]
     bench.verify(3)
@@ -166,4 +209,39 @@ def test_the_guess_is_a_curve(model: nn.Module) -> None:
     guessed = guess(tiny_dflash(model))
     assert not guessed.measured
     assert (np.diff(guessed.verify[0]) > 0).all()
-    assert costs_of(tiny_dflash(model), measured=False).curve == guessed
+    assert prepare(tiny_dflash(model), profile=False).costs.curve == guessed
+
+
+@pytest.mark.parametrize("quiet_at", [1, 2, 3])
+def test_costs_that_contradict_themselves_are_measured_once_more(
+    model: nn.Module,
+    quiet_at: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = []
+
+    def measured(_: object) -> Curve:
+        calls.append(1)
+        rows = (1.0,) * 8 if len(calls) >= quiet_at else (1.0, 9.0, *[1.0] * 6)
+        return Curve((1, 2), (1, 1), (1, 1), (rows, rows))
+
+    monkeypatch.setattr(profile, "measure", measured)
+    prepare(tiny_dflash(model))
+    assert len(calls) == min(2, quiet_at)
+    assert bool([*cache_folder().glob("costs-*")]) == (quiet_at < 3)
+    assert len(caplog.records) == (quiet_at == 3)
+    assert ("3 rows took 11% of the time of 2" in caplog.text) == (quiet_at == 3)
+
+
+def test_costs_on_file_that_contradict_themselves_are_measured_again(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = tiny_dflash(model)
+    good = prepare(drafter).costs.curve
+    (path,) = cache_folder().glob("costs-*.json")
+    data = json.loads(path.read_text())
+    data["curve"]["plain"] = [0.01, 0.01]
+    path.write_text(json.dumps(data))
+    assert prepare(drafter).costs.curve == good
+    assert "a plain token took 10 times a forward over one row" in caplog.text

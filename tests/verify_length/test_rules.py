@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.verify_length.rules import (
-    DAMPING,
-    sampled_verify_length,
-    token_values,
-    verify_length,
-)
+from dspine_mlx.verify_length.rules import sampled_verify_length, token_values, verify_length
 
 chance = st.floats(0.01, 0.99)
 chances = st.lists(chance, min_size=6, max_size=6)
@@ -68,13 +63,13 @@ def test_admitted_does_not_look_ahead_of_the_row(
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 9999), st.floats(0.0, 1.0), st.floats(0.1, 3.0))
-def test_worth_is_the_time_that_the_best_rounds_save_damped(
+def test_values_are_the_time_that_the_best_rounds_save(
     M: int, seed: int, draft: float, rate: float
 ) -> None:
-    """Against the expected time of the best rounds, by recursion over how many tokens stand, where
-    every token's time is drawn towards the average."""
+    """Against the expected time of the best rounds, by recursion over how many tokens are accepted,
+    where every token's time is half of that and half of the average."""
     rng = np.random.default_rng(seed)
-    c = rng.uniform(0.05, 0.99, (M, M))
+    c = rng.uniform(0.05, 0.99, M)
     seconds = (1 + np.cumsum(rng.exponential(0.3, M + 1))).tolist()
 
     @cache
@@ -84,26 +79,24 @@ def test_worth_is_the_time_that_the_best_rounds_save_damped(
             return (M - j) / rate
         best = np.inf
         for length in range(M - j + 1):
-            stands = np.append(1.0, np.cumprod(c[j, :length]))
-            ends = np.append(-np.diff(stands), stands[-1])
+            accepted = np.append(1.0, np.cumprod(c[j : j + length]))
+            ends = np.append(-np.diff(accepted), accepted[-1])
             after = sum(p * time(j + n + 1) for n, p in enumerate(ends))
             best = min(best, draft + seconds[length] + after)
-        return float(DAMPING * best + (1 - DAMPING) * (time(j + 1) + 1 / rate))
+        return float((best + time(j + 1) + 1 / rate) / 2)
 
     saved = [time(j) - time(j + 1) for j in range(1, M + 1)]
-    survival = [np.cumprod(c[j, : M - j]).tolist() for j in range(1, M)]
-    np.testing.assert_allclose(
-        token_values(survival, seconds, draft, np.inf, rate), saved, atol=1e-9
-    )
+    values = token_values(c.tolist(), seconds, draft, np.inf, rate)
+    np.testing.assert_allclose(values, saved, atol=1e-9)
     if M > 1:
-        capped = token_values(survival, seconds, draft, 0.5, rate)
-        assert max(capped[:-1]) <= DAMPING * 0.5 + (1 - DAMPING) / rate + 1e-9
+        capped = token_values(c.tolist(), seconds, draft, 0.5, rate)
+        assert max(capped[:-1]) <= (0.5 + 1 / rate) / 2 + 1e-9
 
 
 def test_tokens_of_an_easy_text_are_worth_less() -> None:
-    """A next round would bring them at once; where none stands each takes a round of its own: 1 in
-    place of 0.5 on average."""
+    """A next round would bring them at once; where none is accepted each takes a round of its own:
+    1 in place of 0.5 on average."""
     seconds = [1.0] * 5
-    easy, hard = ([[stands] * (4 - j) for j in range(1, 4)] for stands in (1.0, 1e-9))
+    easy, hard = [1.0] * 4, [1e-9] * 4
     assert token_values(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.4
-    assert token_values(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(0.5 + DAMPING * 0.5)
+    assert token_values(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(0.75)

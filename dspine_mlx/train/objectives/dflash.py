@@ -11,7 +11,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import Batch, Inputs, States
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import LossRows, all_logits, distributions, draft_ids
+from dspine_mlx.train.losses import LossRows, Schedule, all_logits, distributions, draft_ids
 
 DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
 Rows = list[mx.array]
@@ -30,16 +30,20 @@ class Objective:
 
     def states(self, network: DFlash, batch: Batch, inputs: Inputs, config: LossConfig) -> States:
         """The states that `network.propose` reaches, of all blocks."""
-        h = inputs.h
+        h, first = inputs.h, network.config.first_slot
         for layer in inputs.layers:
             h = layer(h, *inputs.context)
-        return States(network.norm(h[:, :, network.config.first_slot :]))
+        return States(network.norm(h[:, :, first : first + batch.weights.shape[2]]))
 
     def row_inputs(self, drafter: Drafter, batch: Batch, states: States) -> tuple[Rows, Rows]:
         """What `row_loss` takes besides alpha: of every row, [S, A, M, ...] each, and what all rows
         share. Parameters that are trained must be among them: chunks of rows are checkpointed."""
         labels = draft_ids(drafter, batch.labels)
         return [batch.gather(batch.hidden, 0), labels, states.base], []
+
+    def scheduled(self, schedule: Schedule) -> list[mx.array]:
+        """What `row_loss` takes right after alpha: what else changes from step to step."""
+        return []
 
     def row_loss(
         self, drafter: Drafter, config: LossConfig, alpha: mx.array, *arrays: mx.array

@@ -48,10 +48,10 @@ def plain(options: argparse.Namespace) -> tuple[Generate, EndTokens]:
 def dspine(options: argparse.Namespace) -> tuple[Generate, EndTokens]:
     """dspine_mlx.stream_generate; without a length, with its own choice of one."""
     import dspine_mlx
-    from dspine_mlx.verify_length import costs
+    from dspine_mlx.verify_length import store
 
     if options.scratch is not None:
-        costs.CACHE = options.scratch
+        store.cache_folder = lambda: options.scratch
     model, tokenizer, drafter = dspine_mlx.load(options.target, options.draft_model)
     length = options.length or "auto"
 

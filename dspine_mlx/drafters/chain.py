@@ -1,0 +1,96 @@
+"""A proposal without a table: the scores of a slot depend on the whole path before it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
+from dspine_mlx.metal.kernel import OFF, Kernels
+
+POOL = 1 << 14  # tokens that the slots of a block pick from
+State = Any  # of N paths: arrays [N, ...]
+
+
+class ChainProposal(ABC):
+    """M slots that pick from one pool of P tokens, one slot after the other.
+
+    Slot t scores the pool given the tokens picked so far, so q_t = softmax(scores / T) over the
+    pool is the very distribution of its draw, whatever was left out of the pool.
+    """
+
+    def __init__(self, slots: int, tokens: mx.array):
+        self.slots, self.tokens = slots, tokens  # M, and the pool's token ids [P]
+
+    @property
+    def candidates(self) -> mx.array:
+        """[M, P] token ids."""
+        return mx.broadcast_to(self.tokens, (self.slots, self.tokens.size))
+
+    @abstractmethod
+    def start(self, paths: int) -> State:
+        """The state of N paths that hold the anchor alone."""
+
+    @abstractmethod
+    def scores(self, slot: int, state: State) -> tuple[mx.array, State]:
+        """Float32 scores [N, P] of the pool at a slot, and the state that the slot leaves."""
+
+    @abstractmethod
+    def follow(self, state: State, picks: mx.array) -> State:
+        """The state once entries [N] of the pool are picked."""
+
+    def confidence_on(self, path: mx.array) -> mx.array | None:
+        """[M] the chance that each slot is accepted if the one before is; None: not known."""
+        return None
+
+    def arrays(self) -> list[mx.array]:
+        """What the walk starts from, for whoever wants it evaluated."""
+        return [x for x in vars(self).values() if isinstance(x, mx.array)]
+
+    def ranked(self) -> NoReturn:
+        raise TypeError("a chain of slots has no table of candidates; walk it with `paths`")
+
+    def scores_on(self, path: mx.array) -> mx.array:
+        """Scores [M, P] along a path that picks the entries [M] of the pool."""
+        state, rows = self.start(1), []
+        for slot in range(self.slots):
+            row, state = self.scores(slot, state)
+            rows.append(row[0])
+            state = self.follow(state, path[slot : slot + 1])
+        return mx.stack(rows)
+
+    def paths(
+        self,
+        noises: list[mx.array],
+        scale: float,
+        reshape: Callable[[mx.array], mx.array] | None = None,
+        kernels: Kernels = OFF,
+    ) -> list[tuple[mx.array, mx.array]]:
+        """Walks side by side, one per noise [M, P]; see `Proposal.paths`."""
+        state, noise = self.start(len(noises)), mx.stack(noises, axis=1)
+        rows, picks = [], []
+        for slot in range(self.slots):
+            row, state = self.scores(slot, state)
+            row = row if reshape is None else reshape(row)
+            picked = mx.argmax(row + noise[slot], axis=-1)
+            rows.append(row)
+            picks.append(picked)
+            if slot + 1 < self.slots:
+                state = self.follow(state, picked)
+        probs = mx.softmax(mx.stack(rows, axis=1) * scale, axis=-1)
+        return list(zip(mx.stack(picks, axis=1), probs, strict=True))
+
+
+AnyProposal = Proposal | SlotwiseProposal | ChainProposal
+
+
+def shared_pool(base: mx.array, size: int = POOL) -> mx.array | None:
+    """Columns of base scores [M, V] that lie closest below the best one of some slot; None: all.
+
+    Every slot's best token is in it.
+    """
+    if base.shape[1] <= size:
+        return None
+    below = (base - base.max(axis=-1, keepdims=True)).max(axis=0)
+    return mx.argpartition(-below, size - 1)[:size]

@@ -1,0 +1,126 @@
+"""Lookup drafts: what followed the last place where the text's newest tokens stood before.
+
+Text that repeats itself (edits of code, quotes, JSON) is copied from there without a forward. An
+index holds the places of all n-grams of GRAM tokens; a match is followed backwards, the longest one
+is copied, and the newest of equals.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+GRAM = 3  # tokens that must match; shorter matches carry nothing
+LONGEST = 32  # tokens that a match is followed backwards
+PLACES = 8  # of one n-gram that are compared, the newest ones
+LENGTHS = (3, 4, 6, 9, 12, 16, 24, 32)  # of matches; those in between share a chance
+MEMORY = 64  # tokens over which what was learnt of a match length fades
+SLOTS = 1 << 17  # of the table, a power of 2: half a megabyte per text
+
+
+class Copy(NamedTuple):
+    """A lookup draft. The match grows by each token that is accepted."""
+
+    match: int  # tokens of the text that stood before it
+    tokens: list[int]
+
+
+class Lookup:
+    """The tokens of a text, and the places of its n-grams.
+
+    A place is the number of tokens up to the end of an n-gram, where its continuation begins. The
+    table has the newest place of each hash, and `earlier` the one before each place; 0 is none.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = array("i")
+        self.earlier = array("i", [0] * GRAM)
+        self.newest = array("i", bytes(4 * SLOTS))
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """The text goes on with these tokens. The n-gram before each of them can be found now."""
+        text, earlier, newest = self.tokens, self.earlier, self.newest
+        a, b, c = ([-1] * GRAM + text[-GRAM:].tolist())[-GRAM:]
+        for place, token in enumerate(tokens, len(text)):
+            if place >= GRAM:
+                slot = slot_of(a, b, c)
+                earlier.append(newest[slot])
+                newest[slot] = place
+            a, b, c = b, c, token
+            text.append(token)
+
+    def find(self, after: Sequence[int] = ()) -> tuple[int, int]:
+        """The length of the longest match of the text + `after`, and its place; (0, 0) is none."""
+        tail = [*self.tokens[-LONGEST:], *after][-LONGEST:][::-1]
+        length = place = 0
+        if len(tail) < GRAM:
+            return length, place
+        candidate = self.newest[slot_of(tail[2], tail[1], tail[0])]
+        for _ in range(PLACES):
+            if not candidate:
+                break
+            matched = self.matched(tail, candidate)
+            if matched > max(length, GRAM - 1):
+                length, place = matched, candidate
+            candidate = self.earlier[candidate]
+        return length, place
+
+    def matched(self, tail: list[int], place: int) -> int:
+        """How many tokens before a place are the tail's, which is given backwards."""
+        text, n = self.tokens, 0
+        for token in tail[:place]:
+            if text[place - 1 - n] != token:
+                break
+            n += 1
+        return n
+
+    def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
+        """What followed the longest match of the text + `after`, count tokens; a copy that reaches
+        the end goes on with itself. None: nothing matches."""
+        length, place = self.find(after)
+        if not length or count < 1:
+            return None
+        copied = [*self.tokens[place : place + count], *after][:count]
+        period = len(copied)
+        return Copy(length, [copied[i % period] for i in range(count)])
+
+
+def slot_of(a: int, b: int, c: int) -> int:
+    """A place in the table for the n-gram (multiplicative hashing; collisions are compared)."""
+    return ((a * 0x9E3779B1 + b * 0x85EBCA77 + c * 0xC2B2AE3D) >> 11) & (SLOTS - 1)
+
+
+class CopyChances:
+    """How often a copied token is accepted, by the length of the match before it.
+
+    Each length starts from 1 - 1/n, worth PRIOR tokens. Every round teaches, also one that offered
+    something else: the text tells what a copy would have got.
+    """
+
+    PRIOR = 3.0
+
+    def __init__(self) -> None:
+        self.tried = [self.PRIOR] * len(LENGTHS)
+        self.accepted = [self.PRIOR * (1 - 1 / n) for n in LENGTHS]
+
+    def of(self, copy: Copy, stops: frozenset[int | None] = frozenset()) -> list[float]:
+        """Of each token, given that the ones before it are accepted; 0 after one that ends the
+        text."""
+        bins = [bin_of(copy.match + i) for i in range(len(copy.tokens))]
+        chances = [self.accepted[i] / self.tried[i] for i in bins]
+        end = next((i for i, x in enumerate(copy.tokens, 1) if x in stops), len(chances))
+        return chances[:end] + [0.0] * (len(chances) - end)
+
+    def learn(self, copy: Copy, text: Sequence[int]) -> None:
+        """The text that came in the copy's place."""
+        for i, (copied, token) in enumerate(zip(copy.tokens, text, strict=False)):
+            b = bin_of(copy.match + i)
+            kept = 1 - 1 / MEMORY
+            self.tried[b] = kept * self.tried[b] + 1
+            self.accepted[b] = kept * self.accepted[b] + (copied == token)
+            if copied != token:
+                return
+
+
+def bin_of(match: int) -> int:
+    """The last of LENGTHS that the match reaches."""
+    return sum(n <= match for n in LENGTHS) - 1

@@ -1,0 +1,85 @@
+"""Rounds and verdicts in words. Nothing here decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING
+
+from dspine_mlx.verify_length.costs import Costs
+
+if TYPE_CHECKING:
+    from dspine_mlx.verify_length.auto import Auto, Round
+
+
+@dataclass
+class Account:
+    """What one text's rounds brought, in plain tokens' time."""
+
+    saved: float = 0.0  # by all rounds
+    falling: float = 0.0  # lost since the balance was highest
+    parked: int = 0  # tokens decoded while parked
+
+    def round_over(self, gain: float) -> None:
+        self.saved += gain
+        self.falling = max(0.0, self.falling - gain)
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    return " ".join(f"{1e3 * s:.1f}" for s in seconds)
+
+
+def round_line(this: "Round", costs: Costs, rate: float) -> str:
+    """A round: chances that each prefix is accepted, costs, choice, outcome."""
+    if not this.chances:
+        return f"at {this.depth}: offered {this.offered} unread, {this.accepted} accepted"
+    survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
+    if this.copied:
+        return (
+            f"at {this.depth}: looked up, survival {survival}; offered {this.offered}, "
+            f"took {milliseconds([this.verifying])} ms, {this.accepted} accepted"
+        )
+    return (
+        f"at {this.depth}: survival {survival}; ms to draft {milliseconds([this.drafting])}, "
+        f"to verify 1.. rows {milliseconds(costs.verify(this.depth))}; {rate:.1f} tokens/s; "
+        f"offered {this.offered}, took {milliseconds([this.verifying])} ms, "
+        f"{this.accepted} accepted"
+    )
+
+
+def comparison(auto: "Auto", depth: int) -> str:
+    """Recent rounds against plain decoding."""
+    plain = 1e3 * auto.costs.plain(depth)
+    if auto.hopeless(depth):
+        M = auto.costs.widths - 1
+        return (
+            f"even if all {M} drafted tokens were accepted, a round would take "
+            f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
+            f"in {(M + 1) * plain:.1f} ms"
+        )
+    if not auto.seconds:
+        return "no round yet"
+    token = 1e3 * auto.seconds / auto.tokens
+    return (
+        f"a token of recent rounds is expected to take {token:.1f} ms, a "
+        f"plain one {plain:.1f} ms ({auto.gain(depth):.2f} times the speed); the balance is "
+        f"{auto.budget.balance:.1f} plain tokens"
+    )
+
+
+def verdict(auto: "Auto", depth: int) -> str:
+    """Why a text was drafted or not."""
+    done, account = auto.statistics, auto.account
+    probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
+    if auto.parked and auto.hopeless(depth):
+        return f"drafting can't pay here: {comparison(auto, depth)}"
+    if not done.rounds:
+        credit = "the credit was spent before" if account.parked else "the text was too short"
+        return f"not drafted: {credit}; {probes}"
+    saved = "saved" if account.saved >= 0 else "lost"
+    sums = f"its rounds {saved} the time of {abs(account.saved):.1f} plain tokens"
+    if not account.parked:
+        return f"drafted throughout: {sums}"
+    if account.saved >= 0:
+        sums += f", of which the last ones had lost {account.falling:.1f} again"
+    return f"drafting was parked for {account.parked} tokens, with {probes}: {sums}"

@@ -1,0 +1,99 @@
+"""Tokens per round with and without lookup drafts, as the policy chooses between the chains.
+
+    python -m tests.bench.copies [CHATS.jsonl] [--temps 0 1] [--texts 24] [--tokens 160]
+
+Lines are {"messages": [..]} or {"prompt": ".."}. Rows cost nothing here, so every round offers all
+15 tokens of the chain that is expected to bring more: counts do not depend on the machine. float16
+becomes float32, as CPUs have no fast half precision. Intervals (95 %) are a bootstrap over texts.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+
+import dspine_mlx
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.verify_length.auto import Auto
+from dspine_mlx.verify_length.calibration import mode_of, uncalibrated
+from dspine_mlx.verify_length.costs import Costs, Curve
+from dspine_mlx.verify_length.store import load_calibrations
+from tests.bench.seeded_drafts import interval, ratio, wide
+
+
+class FreeRows(Costs):
+    """All forwards take as long, whatever the clock says."""
+
+    def __init__(self, M: int):
+        rows = (1e-3,) * (M + 1)
+        super().__init__(Curve((64, 2048), (1e-3, 1e-3), (1e-5, 1e-5), (rows, rows)))
+        self.seen = {"plain": 1, "verify": 1, "draft": 1}
+
+    def observe(self, name: str, kind: int, seconds: float, depth: int) -> None: ...
+
+
+class Attentive(Auto):
+    """Reads the evidence of every draft, which does not pay for lengths where rows cost nothing."""
+
+    needs_evidence = True
+
+
+def count(
+    models: tuple[Any, Any, Drafter],
+    prompts: list[list[int]],
+    temp: float,
+    options: dict[str, Any],
+    calibrated: bool,
+) -> tuple[np.ndarray, int]:
+    """Tokens and rounds of each text, and how many rounds looked up."""
+    drafter, sampler = models[2], dspine_mlx.Sampler(temp=temp)
+    calibration = load_calibrations(drafter).get(mode_of(sampler)) if calibrated else None
+    M = drafter.config.num_proposals
+    policy, counts, lookups = Attentive(FreeRows(M), calibration or uncalibrated(M)), [], 0
+    for seed, prompt in enumerate(prompts):
+        mx.random.seed(seed)
+        *_, last = dspine_mlx.stream_generate(
+            *models[:2], prompt, drafter, sampler=sampler, verify_length=policy, **options
+        )
+        counts.append([last.statistics.round_tokens, last.statistics.rounds])
+        lookups += last.statistics.lookups
+    return np.array(counts), lookups
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    suite = Path(__file__).with_name("copies.jsonl")
+    parser.add_argument("texts_file", type=Path, nargs="?", default=suite)
+    parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--uncalibrated", action="store_true")
+    args = parser.parse_args()
+    model, tokenizer, drafter = dspine_mlx.load()
+    assert drafter is not None
+    model.update(tree_map(wide, model.parameters()))
+    drafter.set_dtype(mx.float32)
+    prompts = []
+    for line in args.texts_file.read_text(encoding="utf-8").splitlines()[: args.texts]:
+        row = json.loads(line)
+        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        prompts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    for temp in args.temps:
+        found = {}
+        for lookup in (False, True):
+            options = {"max_tokens": args.tokens, "lookup": lookup}
+            found[lookup], lookups = count(
+                (model, tokenizer, drafter), prompts, temp, options, not args.uncalibrated
+            )
+        gains = interval(found[True], found[False])
+        rounds = int(found[True][:, 1].sum())
+        row = {"temperature": temp, "without": ratio(found[False]), "with": ratio(found[True])}
+        print(json.dumps(row | {"gain": gains, "lookups": [lookups, rounds]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A probe tells a checkpoint's readings apart, and keeps the one that serves the pair."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx.checkpoints.open import open_checkpoint
+from dspine_mlx.convert import probe as module
+from dspine_mlx.convert.probe import Reading, probe, settle
+from dspine_mlx.drafters import METHODS
+from dspine_mlx.drafters.dflash2 import DFlash2Config
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.target.model import Target
+from dspine_mlx.train.config import LossConfig
+from dspine_mlx.train.export import export
+from tests.support.bigrams import bigram_target, knowing_dspark
+from tests.support.dflash2 import dflash2_zlab
+from tests.support.families import build
+
+
+def folder_of(drafter: Drafter, path: Path) -> Path:
+    export(drafter, path, LossConfig(), dtype=mx.float32)
+    return path
+
+
+@pytest.mark.parametrize(("knows", "kept"), [(True, False), (False, True)])
+def test_a_table_is_kept_where_it_costs_no_tokens(
+    knows: bool,
+    kept: bool,
+    tmp_path: Path,
+    tokenizer: TokenizerWrapper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a head that brings in what the backbone ranks low the walk is chosen, whatever the speeds;
+    of one that never does, the faster of the two."""
+    model = bigram_target(2048, spread=4.0, frequency=2.0)
+    drafter = knowing_dspark(model, 0.2)
+    if not knows:
+        head = drafter.network.markov_head
+        head.markov_w2.weight = mx.zeros_like(head.markov_w2.weight)
+    monkeypatch.setattr(module, "load", lambda *_: (model, tokenizer, drafter))
+    calls: list[str] = []
+
+    def timed(*args: Any, **options: Any) -> Any:
+        pool = vars(drafter.network.config)["candidate_pool"]
+        calls.append("walk" if pool else "table")
+        for response in stream(*args, **options):
+            response.generation_tps = 1.0 if pool else 2.0
+            yield response
+
+    stream = module.stream_generate
+    monkeypatch.setattr(module, "stream_generate", timed)
+    found = probe("drafter", "target", max_tokens=60)
+    assert calls == ["walk", "table"] * 2
+    assert vars(drafter.config)["candidate_pool"]  # as it was
+    assert found.chosen is not None
+    assert (found.chosen.changes == {"candidate_pool": 0}) == kept
+    walk, table = (reading.acceptance_length for reading in found.readings)
+    assert table == walk if kept else table < 0.9 * walk
+
+
+def test_the_kept_reading_is_what_loads(tmp_path: Path) -> None:
+    drafter = knowing_dspark(bigram_target(64))
+    folder = folder_of(drafter, tmp_path / "out")
+    before = json.loads((folder / "config.json").read_text())
+    settle(folder, Reading("a table", {"candidate_pool": 0}, 2.0, 1.0))
+    assert vars(open_checkpoint(folder).config)["candidate_pool"] == 0
+    after = json.loads((folder / "config.json").read_text())
+    assert before | {"candidate_pool": 0} == after
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize(("family", "told"), [("gemma3_text", True), ("qwen3", False)])
+def test_the_scale_of_embeddings_is_asked_of_gemma_like_targets(family: str, told: bool) -> None:
+    config = DFlash2Config.from_dict(dflash2_zlab(input_embedding_scale=3.0)[0])
+    readings = METHODS["dflash2"].readings(config, Target(build(family)))
+    scales = [changes["input_embedding_scale"] for changes in readings.values()]
+    assert scales == ([pytest.approx(3.0 * np.sqrt(32))] if told else [])
+
+
+def test_only_a_markov_head_has_a_table_to_compare() -> None:
+    model = bigram_target(64)
+    for changes in ({"markov_rank": 0}, {"candidate_pool": 0}):
+        config = vars(knowing_dspark(model).config) | changes
+        own = METHODS["dspark"].config.from_dict(config)
+        assert METHODS["dspark"].readings(own, Target(model)) == {}

@@ -1,0 +1,231 @@
+"""Rounds that offer copies: the text stays the target's, and the policy tells when they pay."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import dspine_mlx
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
+from dspine_mlx.round.policy import Fixed
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.select import Draft
+from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.verify_length.auto import Auto
+from dspine_mlx.verify_length.calibration import uncalibrated
+from dspine_mlx.verify_length.costs import Costs, Curve
+from tests.support.families import FAMILIES, WINDOW, build, random_drafter
+from tests.support.samplers import PROCESSORS, SAMPLERS
+from tests.support.tiny import (
+    plain_steps,
+    random_prompt,
+    same_steps,
+    scripted,
+    tiny_dspine,
+    tiny_target,
+)
+
+generation = import_module("dspine_mlx.generate")  # the package's `generate` is its function
+model_of = cache(build)
+NEVER = 10_000  # tokens between two wrong ones
+
+
+@dataclass
+class Copying(Fixed):
+    """Offers every copy, whole."""
+
+    tokens: int = 7
+    copies: CopyChances | None = field(default_factory=CopyChances)
+
+    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
+        return min(limit, len(copy.tokens))
+
+
+class Told(Lookup):
+    """A lookup that knows the text and spoils every nth token of its copies."""
+
+    def __init__(self, text: list[int], nth: int):
+        super().__init__()
+        self.text, self.nth = text, nth
+
+    def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
+        start = len(self.tokens)
+        assert self.tokens.tolist() == self.text[:start]  # all tokens so far, and no other
+        if count < 1:
+            return None
+        right = self.text[start : start + count]
+        right += [0] * (count - len(right))
+        return Copy(3, [t if (start + i) % self.nth else 5 for i, t in enumerate(right)])
+
+
+def copied_run(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: list[int],
+    lookup: Lookup,
+    monkeypatch: pytest.MonkeyPatch,
+    **options: Any,
+) -> list[dspine_mlx.GenerationResponse]:
+    """A run whose rounds all offer the lookup's copies."""
+    monkeypatch.setattr(generation, "Lookup", lambda: lookup)
+    drafter = options.pop("drafter", None) or random_drafter(model)
+    policy = Copying()
+    responses = list(
+        dspine_mlx.stream_generate(
+            model, tokenizer, prompt, drafter, verify_length=policy, **options
+        )
+    )
+    done = responses[-1].statistics
+    assert done.lookups == done.rounds - done.verify_lengths[0] > 0
+    return responses
+
+
+@pytest.mark.parametrize("nth", [NEVER, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_with_copies_is_mlx_lms(
+    tokenizer: TokenizerWrapper, family: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = model_of(family), random_prompt(WINDOW - 7)
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=20)]
+    lookup = Told(prompt + plain, nth)
+    ours = copied_run(model, tokenizer, prompt, lookup, monkeypatch, max_tokens=20)
+    assert [r.token for r in ours] == plain
+    wrong = sum((len(prompt) + i) % nth == 0 for i in range(20))
+    assert ours[-1].rounds <= 3 + wrong
+
+
+@pytest.mark.parametrize("sampler", [None, *SAMPLERS])
+@pytest.mark.parametrize("processors", ["none", "all"])
+@pytest.mark.parametrize("known", [False, True])
+def test_seeded_text_with_copies_is_mlx_lms(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    sampler: str | None,
+    processors: str,
+    known: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = random_prompt(17)
+
+    def options() -> dict[str, Any]:
+        mx.random.seed(5)
+        settings = make_logits_processors(**PROCESSORS[processors])
+        return {"max_tokens": 24, "logits_processors": settings}
+
+    plainly = make_sampler(**SAMPLERS[sampler]) if sampler else None
+    plain = plain_steps(model, tokenizer, prompt, sampler=plainly, **options())
+    ours = Sampler(**SAMPLERS[sampler], seeded=True) if sampler and known else plainly
+    lookup = Told(prompt + [token for token, _ in plain], 4)
+    drafter = tiny_dspine(model)
+    steps = copied_run(
+        model,
+        tokenizer,
+        prompt,
+        lookup,
+        monkeypatch,
+        drafter=drafter,
+        sampler=ours,
+        **options(),
+    )
+    assert same_steps([(r.token, r.logprobs) for r in steps], plain)
+
+
+@pytest.mark.parametrize("caches", [{"kv_bits": 8, "kv_group_size": 32}, {"max_kv_size": 16}])
+def test_copies_with_quantised_and_limited_caches(
+    tokenizer: TokenizerWrapper, caches: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = tiny_target(head_dim=32), random_prompt(12)
+    options = {"max_tokens": 24, "quantized_kv_start": 20} | caches
+    plain = plain_steps(model, tokenizer, prompt, **options)
+    lookup = Told(prompt + [token for token, _ in plain], 5)
+    drafter = tiny_dspine(model)
+    ours = copied_run(model, tokenizer, prompt, lookup, monkeypatch, drafter=drafter, **options)
+    assert [r.token for r in ours] == [token for token, _ in plain]
+
+
+@pytest.mark.parametrize("taken", [1, 4, 9])
+def test_caches_after_an_early_close(
+    model: nn.Module, tokenizer: TokenizerWrapper, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, cache_ = random_prompt(19), make_prompt_cache(model)
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=20)]
+    monkeypatch.setattr(generation, "Lookup", lambda: Told(prompt + plain, 3))
+    drafter = tiny_dspine(model)
+    options: dict[str, Any] = {"prompt_cache": cache_, "verify_length": Copying()}
+    generator = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
+    assert [next(generator).token for _ in range(taken)] == plain[:taken]
+    generator.close()
+    assert {c.offset for c in cache_} == {len(prompt) + taken}
+
+
+def free_rows(drafter: Any, lines: list[str]) -> Auto:
+    """The policy where rows cost nothing: it offers what promises most tokens."""
+    M = drafter.config.num_proposals
+    rows = (1e-3,) * (M + 1)
+    costs = Costs(Curve((64, 2048), (1e-3, 1e-3), (1e-5, 1e-5), (rows, rows)))
+    costs.observe = lambda *_: None  # type: ignore[method-assign]
+    costs.seen |= {"plain": 1, "verify": 1, "draft": 1}
+    return Auto(costs, uncalibrated(M), lines.append)
+
+
+def test_a_text_that_repeats_itself_is_looked_up(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    """A bias makes the model go in circles, and the drafter is wrong throughout: nearly all rounds
+    after the first circle are copies."""
+    prompt = random_prompt(12)
+
+    def options(drafter: Any, lines: list[str]) -> dict[str, Any]:
+        processors = [circling]
+        policy = free_rows(drafter, lines)
+        return {"max_tokens": 80, "logits_processors": processors, "verify_length": policy}
+
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=80, logits_processors=[circling])
+    drafter = scripted(model, prompt + [token for token, _ in plain], "wrong")
+    done = {}
+    for lookup in (True, False):
+        lines: list[str] = []
+        responses = list(
+            dspine_mlx.stream_generate(
+                model, tokenizer, prompt, drafter, lookup=lookup, **options(drafter, lines)
+            )
+        )
+        assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+        done[lookup] = responses[-1].statistics
+        assert sum("looked up" in line for line in lines) == done[lookup].lookups
+    assert done[False].lookups == 0
+    assert done[False].accepted == 0
+    assert done[True].lookups >= done[True].rounds - 13  # the first circle, and 3 tokens to match
+    assert done[True].accepted >= 80 - 13 - done[True].lookups - done[True].plain
+
+
+def circling(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Ten tokens in a circle, by the number of tokens before."""
+    return logits.at[:, 100 + tokens.size % 10].add(100.0)
+
+
+def test_lookups_cease_where_nothing_repeats() -> None:
+    """Copies that are never right: offered at first, then hardly ever."""
+    drafter_tokens = mx.array([5, 6, 7])
+    costs = Costs(Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 4, (1.0,) * 4)))
+    auto, offered = Auto(costs, uncalibrated(3), clock=lambda: 0.0), []
+    auto.start_text(Statistics(), lambda x: x, 64)
+    draft = Draft(drafter_tokens, drafter_tokens[:, None], None)
+    for _ in range(200):
+        copy = Copy(3, [1, 2, 3])
+        chances = auto.copies.of(copy)
+        copied = Draft(mx.array(copy.tokens), mx.array([[1], [2], [3]]), None, copied=chances)
+        length = auto.copied_length(copied, draft, 3, 64)
+        offered.append(length > 0)
+        auto.count(2.0, 1.1, 1 / 16)  # the drafter's rounds bring two tokens
+        auto.copies.learn(copy, [9])
+    assert sum(offered) <= 24
+    assert not any(offered[36:])

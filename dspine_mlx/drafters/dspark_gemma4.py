@@ -117,5 +117,6 @@ METHOD = Method(
     architectures=("Gemma4DSparkModel",),
     marks=MARKS,
     fill=heads_from_tensors,
+    several_texts=True,
     reference="dspine_mlx.convert.reference:dspark_round",
 )

@@ -245,8 +245,7 @@ def popped(tokens: deque[Token]) -> Iterator[Token]:
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """With `mx.random`'s state as `mx.random.seed` leaves it; the present one comes back."""
-    state = mx.random.state[0]
-    before = mx.array(state)
+    before = mx.array(mx.random.state[0])
     if seed is not None:
         mx.random.seed(seed)
     try:

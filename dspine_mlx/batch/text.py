@@ -48,14 +48,13 @@ class BatchText:
         if self.key is None:
             yield
             return
-        state = mx.random.state[0]
-        others = mx.array(state)
-        state[:] = self.key
+        others = mx.array(mx.random.state[0])
+        mx.random.state[0][:] = self.key
         try:
             yield
         finally:
-            self.key = mx.array(state)
-            state[:] = others
+            self.key = mx.array(mx.random.state[0])
+            mx.random.state[0][:] = others
 
     def select(self, proposal: AnyProposal, with_evidence: bool) -> Draft:
         text = self.text

@@ -1,16 +1,19 @@
 """Texts of a batch against each text alone, joining and leaving as they come."""
 
+import random
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.verify_length.schedule import prepare
 from tests.support.drafters import EVERY
-from tests.support.texts import scripted_texts
+from tests.support.texts import Counting, scripted_texts
 from tests.support.tiny import SCRIPTS, Step, plain_steps, random_prompt, same_steps
 
 PROMPTS = [random_prompt(n, seed=n) for n in (21, 1, 9, 34, 2, 15, 5)]
@@ -66,3 +69,131 @@ def test_every_drafter(model: nn.Module, tokenizer: TokenizerWrapper, kind: str)
     plain = plain_texts(model, tokenizer, PROMPTS, LIMITS)
     ours = together(model, tokenizer, EVERY[kind](model), verify_length=3)
     assert same(ours, plain) == [True] * len(PROMPTS)
+
+
+def test_one_forward_of_each_per_round(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """Four texts that all start at once and accept everything: prompts, then rounds of all."""
+    prompts = PROMPTS[:1] + PROMPTS[3:4] + PROMPTS[5:]
+    plain = plain_texts(model, tokenizer, prompts, [13] * 4)
+    counting = Counting.like(model)
+    drafter = scripted_texts(counting, whole(prompts, plain), "right")
+    ours = together(
+        counting, tokenizer, drafter, prompts, max_tokens=13, verify_length=3,
+        completion_batch_size=4,
+    )  # fmt: skip
+    assert same(ours, plain) == [True] * 4
+    rounds = [shape for shape in counting.shapes if shape[0] == 4]
+    # 3 drafted and 1 more per round; nothing is drafted for the last token.
+    assert rounds == [(4, 4), (4, 4), (4, 4), (4, 1)]
+    assert len(counting.shapes) == len(rounds) + len(prompts)
+    assert drafter.calls == 3
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "mlx-lm's sampler": {"sampler": make_sampler(temp=0.8, top_p=0.9)},
+    "our sampler": {"sampler": dspine_mlx.Sampler(temp=0.8, top_p=0.9)},
+    "with XTC": {"sampler": dspine_mlx.Sampler(temp=1.0, xtc_probability=0.5, xtc_threshold=0.05)},
+    "penalties": {
+        "sampler": dspine_mlx.Sampler(temp=0.7),
+        "logits_processors": make_logits_processors(repetition_penalty=1.3, logit_bias={9: 2.0}),
+    },
+}
+
+
+@pytest.mark.parametrize("length", [0, 3, "auto"])
+@pytest.mark.parametrize("law", SAMPLING)
+def test_seeded_texts_are_those_of_each_alone(
+    model: nn.Module, tokenizer: TokenizerWrapper, law: str, length: int | str
+) -> None:
+    """Each has a random state of its own, which the others don't touch."""
+    plain = []
+    for seed, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
+        mx.random.seed(seed)
+        plain.append(plain_steps(model, tokenizer, prompt, max_tokens=limit, **SAMPLING[law]))
+    drafter = scripted_texts(model, whole(PROMPTS, plain))
+    prepare(drafter, profile=False)
+    mx.random.seed(77)
+    before = mx.array(mx.random.state[0])
+    seeds = list(range(len(PROMPTS)))
+    ours = together(model, tokenizer, drafter, seeds=seeds, verify_length=length, **SAMPLING[law])
+    assert same(ours, plain) == [True] * len(PROMPTS)
+    assert mx.array_equal(before, mx.random.state[0])
+
+
+def test_texts_with_rules_of_their_own(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """Greedy, penalised and seeded texts beside one that is sampled freely."""
+    penalties = make_logits_processors(repetition_penalty=1.5)
+    samplers = [None, None, make_sampler(temp=0.9), dspine_mlx.Sampler(temp=1.0)]
+    seeds, processors = [None, None, 5, None], [[], penalties, [], []]
+    prompts, plain = PROMPTS[:1] + PROMPTS[2:5], []
+    for prompt, sampler, seed, own in zip(prompts, samplers, seeds, processors, strict=True):
+        if seed is not None:
+            mx.random.seed(seed)
+        plain.append(
+            plain_steps(
+                model, tokenizer, prompt, max_tokens=15, sampler=sampler, logits_processors=own
+            )
+        )
+    drafter = EVERY["dspine"](model)
+    ours = together(
+        model, tokenizer, drafter, prompts, max_tokens=15, sampler=samplers, seeds=seeds,
+        logits_processors=processors, verify_length=4,
+    )  # fmt: skip
+    assert same(ours, plain)[:3] == [True] * 3
+    assert len(ours[3]) == 15
+
+
+def test_random_joins_and_leaves(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    draw = random.Random(11)
+    prompts = [random_prompt(draw.randint(1, 30), seed=50 + i) for i in range(14)]
+    limits = [draw.randint(1, 20) for _ in prompts]
+    plain = plain_texts(model, tokenizer, prompts, limits)
+    drafter = scripted_texts(model, whole(prompts, plain))
+    prepare(drafter, profile=False)
+    for most in (2, 5):
+        ours = together(
+            model, tokenizer, drafter, prompts, max_tokens=limits, completion_batch_size=most
+        )
+        assert same(ours, plain) == [True] * len(prompts)
+
+
+def test_a_text_ends_at_its_stop_token(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """One whose end was drafted, among others: nothing comes after it, and its caches end there."""
+    plain = plain_texts(model, tokenizer, PROMPTS, LIMITS)
+    stop = plain[0][4][0]
+    stopping = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[stop])
+    wanted = plain_texts(model, stopping, PROMPTS, LIMITS)
+    assert wanted[0][-1][0] == stop
+    assert len(wanted[0]) <= 5
+    drafter = scripted_texts(model, whole(PROMPTS, plain), "right")
+    ours = together(model, stopping, drafter, verify_length=7)
+    assert same(ours, wanted) == [True] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_prompt_caches_go_in_and_come_out(
+    model: nn.Module, tokenizer: TokenizerWrapper, length: int
+) -> None:
+    """The caches of a first turn, and a second one from them, in another order."""
+    prompts, limits = PROMPTS[:4], LIMITS[:4]
+    plain = plain_texts(model, tokenizer, prompts, limits)
+    texts, more = whole(prompts, plain), [random_prompt(n, seed=70 + n) for n in (3, 8, 1, 5)]
+    turns = [text + extra for text, extra in zip(texts, more, strict=True)]
+    second = plain_texts(model, tokenizer, turns, [9] * 4)
+    drafter = scripted_texts(model, whole(turns, second))
+    options: dict[str, Any] = {"verify_length": length, "completion_batch_size": 2}
+    first = dspine_mlx.batch_generate(
+        model, tokenizer, prompts, drafter, max_tokens=limits, return_prompt_caches=True,
+        return_token_ids=True, **options,
+    )  # fmt: skip
+    assert first.token_ids == [[token for token, _ in steps] for steps in plain]
+    assert [[c.offset for c in own] for own in first.caches] == [
+        [len(text)] * len(own) for text, own in zip(texts, first.caches, strict=True)
+    ]
+    order = [2, 0, 3, 1]
+    again = dspine_mlx.batch_generate(
+        model, tokenizer, [more[i] for i in order], drafter, max_tokens=9,
+        prompt_caches=[first.caches[i] for i in order], return_token_ids=True, **options,
+    )  # fmt: skip
+    assert again.token_ids == [[token for token, _ in second[i]] for i in order]
+    assert [own[0].offset for own in first.caches] == [len(text) for text in texts]

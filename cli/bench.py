@@ -35,7 +35,7 @@ def bench(
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts to use.", rich_help_panel=LOAD)] = 10,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", help="Tokens a text.", rich_help_panel=LOAD)
+        int, typer.Option("--max-tokens", "-m", help="Tokens per text.", rich_help_panel=LOAD)
     ] = 128,
     depths: Annotated[
         str,

@@ -30,7 +30,7 @@ from dspine_mlx.measure.compare import (
 )
 from dspine_mlx.measure.phases import split
 from dspine_mlx.measure.prompts import Messages
-from dspine_mlx.measure.server_load import Asked, check_way, contest, serving
+from dspine_mlx.measure.server_load import Request, check_way, compare_modes, serving
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
@@ -180,8 +180,8 @@ def at_once(
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         ways = [PLAIN]
     with serving(model, draft_model, requests) as port:
-        asked = Asked(port, settings["max_tokens"], settings["temp"])
-        steps = contest(asked, ways, messages, requests, settings["repeat"])
+        asked = Request(port, settings["max_tokens"], settings["temp"])
+        steps = compare_modes(asked, ways, messages, requests, settings["repeat"])
         measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])
     result: dict[str, Any] = {"requests": requests, "ways": [], "dropped": {}}
     if measured is not None:

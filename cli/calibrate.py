@@ -37,7 +37,7 @@ def calibrate(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts to use, of each file.")] = 40,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens a text.")] = 128,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens per text.")] = 128,
     temps: Annotated[
         str,
         typer.Option(

@@ -73,10 +73,19 @@ def generate(
     kernels: Annotated[
         str,
         typer.Option(
-            help="'auto': the package's Metal kernels, checked at first use; 'off': plain MLX.",
+            help="'auto': the package's kernels where they win; 'exact': verify only with plain "
+            "decoding's bits, as checked here; 'off': plain MLX.",
             rich_help_panel=PAIR,
         ),
     ] = "auto",
+    no_lookup: Annotated[
+        bool,
+        typer.Option(
+            "--no-lookup",
+            help="Don't offer copies of earlier text where they are worth more than a draft.",
+            rich_help_panel=PAIR,
+        ),
+    ] = False,
     no_profile: Annotated[
         bool,
         typer.Option(
@@ -303,6 +312,7 @@ def generate(
         sampler=sampler,
         prompt_cache=None if saved is None else saved.caches,
         verify_length=length,
+        lookup=not no_lookup,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,
         kv_bits=kv_bits,

@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-USUAL, PIPED = 80, 200  # columns: of a terminal that does not tell, and of a file
+DEFAULT, PIPED = 80, 200  # columns: of a terminal that does not tell, and of a file
 NARROWEST = 20  # columns that a terminal may really have
 GAP = 2  # blanks between columns
 
@@ -18,7 +18,7 @@ def console(stderr: bool = False) -> Console:
     if not screen.is_terminal:
         screen.width = max(screen.width, PIPED)
     elif screen.width < NARROWEST:
-        screen.width = USUAL
+        screen.width = DEFAULT
     return screen
 
 

@@ -90,6 +90,8 @@ def summary(last: "GenerationResponse") -> None:
             f"acceptance  {statistics.acceptance_length:.2f} tokens per round, "
             f"{statistics.accepted} of {statistics.drafted} drafted"
         )
+        if statistics.lookups:
+            lines[-1] += f"; {statistics.lookups} of {statistics.rounds} rounds copied earlier text"
     lines.append(f"memory      {last.peak_memory:.2f} GB at most")
     if statistics.verdict:
         lines.append(statistics.verdict)

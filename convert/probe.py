@@ -16,7 +16,7 @@ from dspine_mlx.round.statistics import GenerationResponse
 TEXT = (
     "Here are the numbers from one to one hundred, in order: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,"
 )
-MISREAD = 1.2  # tokens a round; a drafter whose taps, slots or rotations are wrong stays below
+MISREAD = 1.2  # tokens per round; a drafter whose taps, slots or rotations are wrong stays below
 
 
 ENOUGH = 0.98  # of the best reading's tokens per round

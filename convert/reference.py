@@ -2,7 +2,7 @@
 
 What `convert --verify` and the tests compare the package with: it shares no line with the MLX code
 and reads config.json on its own. Clarity over speed; batch 1, no cache: the context is given whole,
-feature row i is position i, and the anchor stands at position n.
+feature row i is position i, and the anchor is at position n.
 
     round = dspine_round(weights, config, target, features, anchor)
     round.base [M, V], round.candidates [M, K], round.first [K], round.transitions [M-1, K, K]
@@ -182,7 +182,7 @@ def rope_frequencies(c: Config) -> tuple[np.ndarray, float]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return base, 1.0
-    if kind == "proportional":  # the slower pairs stand still
+    if kind == "proportional":  # the slower pairs don't turn
         base[int(rope["partial_rotary_factor"] * dim) // 2 :] = 0
         return base, 1.0
     factor = rope["factor"]
@@ -351,7 +351,7 @@ def base_logits(w: Weights, c: Config, target: Head, states: np.ndarray) -> np.n
 
 
 def top(base: np.ndarray, k: int) -> np.ndarray:
-    """The k best tokens a row, descending; equal logits in index order."""
+    """The k best tokens per row, descending; equal logits in index order."""
     return np.argsort(-base, axis=-1, kind="stable")[:, :k]
 
 

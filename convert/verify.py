@@ -65,7 +65,7 @@ class RowsModule(nn.Module):
         return (states @ self.weight.T)[..., self._where]
 
 
-class StandIn(Target):
+class SparseTarget(Target):
     """A float32 target without layers, whose embedding and head have rows for some tokens only."""
 
     def __init__(self, V: int, d: int, mask: int, seed: int = 0):
@@ -89,7 +89,7 @@ class StandIn(Target):
     def head_lookup(self, tokens: mx.array) -> Lookup:
         return Lookup(self.lm_head._where[tokens], self.lm_head.weight)
 
-    def with_head_rows(self, tokens: mx.array) -> "StandIn":
+    def with_head_rows(self, tokens: mx.array) -> "SparseTarget":
         other, other.lm_head = copy(self), copy(self.lm_head)
         other.lm_head._where = self.lm_head._where[tokens]
         return other
@@ -124,7 +124,7 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
             "a folder that rebuilds its codes from a head can't be verified without it"
         )
     config = ours.config
-    target = StandIn(config.vocab_size, config.hidden_size, config.mask_token_id)
+    target = SparseTarget(config.vocab_size, config.hidden_size, config.mask_token_id)
     drafter = assemble_drafter(ours, target)
     size = drafter.network.feature_size
     features = np.random.default_rng(1).normal(size=(CONTEXT, size)).astype(np.float32)

@@ -19,6 +19,7 @@ INT32 = (1 << 31) - 1  # MLX counts an array's rows and columns in 32 bits
 SEEDS = (1 << 64) - 1
 KV_BITS = (1, 2, 3, 4, 5, 6, 8)  # what mx.quantize packs
 KV_GROUPS = (32, 64, 128)
+KERNEL_MODES = ("auto", "exact", "off")
 COLDEST = 1e-30  # logprobs / temp must stay in float32's range, or no token is left to draw
 
 
@@ -40,6 +41,11 @@ def check_real(name: str, value: Any, low: float, high: float) -> None:
         raise InputError(f"{name} is {value!r}, of type {kind}; it must be a number")
     if not low <= value <= high:
         raise InputError(f"{name} is {value}; it must lie in [{low}, {high}]")
+
+
+def check_kernels(mode: Any) -> None:
+    if mode not in KERNEL_MODES:
+        raise InputError(f"kernels is {mode!r}; it must be one of {', '.join(KERNEL_MODES)}")
 
 
 def check_seed(seed: Any) -> None:

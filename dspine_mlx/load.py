@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from dspine_mlx.arguments import check_kernels
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.checkpoints.names import pattern_of
 from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
@@ -26,6 +27,8 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
+from dspine_mlx.target.row_kernels import prepare
+from dspine_mlx.verify_length import store
 
 log = logging.getLogger(__name__)
 DRAFTER_FILES = ("*.json", "*.safetensors")
@@ -79,20 +82,33 @@ def load_drafter(
     Its weights are cast to the target's activation dtype. Everything that does not fit is named in
     one `InputError` before any forward runs.
 
-    kernels: "auto" runs the package's Metal kernels where there is Metal and they pass their check
-    at first use (`drafter.kernels.report()` tells), "off" plain MLX operations only.
+    kernels: "auto" runs the package's kernels where they pass their check and win their race
+    against MLX's (`drafter.kernels.report()` and `drafter.target.verify_kernels.explain()` tell).
+    "exact" verifies only with as many rows as have shown plain decoding's bits here, "off" runs
+    plain MLX operations only.
     draft_quant: 4 or 8 packs the drafter's large matrices to so many bits; None: as they come.
     """
     check_draft_quant(draft_quant)
-    chosen = Kernels(kernels)
+    check_kernels(kernels)
+    chosen = Kernels("off" if kernels == "off" else "auto")
     folder, target = resolve(path, revision), Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
     if not states_rope_theta(checkpoint.raw):
         log.warning("%s: %s", path, assumed_rope_theta(checkpoint.config.rope_theta))
+    settle_verify_kernels(target, kernels, checkpoint.config.num_proposals)
     drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
     drafter.folder = folder
     return drafter
+
+
+def settle_verify_kernels(target: Target, mode: str, proposals: int) -> None:
+    """Find out which kernels multiply the rows of this target's verify forwards."""
+    with same_random_state():
+        found = prepare(target, mode, range(2, proposals + 2), store.cache_folder())
+    target.verify_kernels = found
+    if found.width_limit < 2:
+        log.warning(found.promise())
 
 
 def assemble_drafter(
@@ -148,7 +164,7 @@ def resolve(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{path} is no folder here and could not be had from the Hub: {reason}"
+            f"{path} is no folder here and could not be downloaded from the Hub: {reason}"
         ) from error
 
 

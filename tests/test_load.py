@@ -16,6 +16,7 @@ import dspine_mlx
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_context, load_drafter
+from dspine_mlx.target import row_kernels
 from tests.support.tiny import drafter_config, random_prompt, tiny_dspine, tiny_target
 
 GATES = ("receiver_gate", "predecessor_gate", "message")  # as the module stacks them
@@ -210,3 +211,38 @@ def test_prompts_must_leave_room() -> None:
     ):
         with pytest.raises(InputError, match="prompt has 10 tokens; the model's context holds 10"):
             check_context(config, 10)
+
+
+def test_kernels_are_settled_when_a_drafter_is_loaded(
+    folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode every width is checked; on MLX's own BLAS all of them pass for this target."""
+    state = mx.array(mx.random.state[0])
+    exact = load_drafter(folder, model, kernels="exact")
+    assert mx.array_equal(mx.random.state[0], state)
+    widths = exact.config.num_proposals + 1
+    assert exact.target.verify_kernels.width_limit == widths
+    assert f"up to {widths} rows, as checked" in exact.target.verify_kernels.promise()
+    assert load_drafter(folder, model, kernels="off").target.verify_kernels.width_limit > 99
+    with pytest.raises(InputError, match="kernels is 'fast'; it must be one of auto, exact, off"):
+        load_drafter(folder, model, kernels="fast")
+
+
+def test_a_target_none_of_whose_widths_are_exact_decodes_plainly(
+    folder: Path,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def differ(target: Any, widths: set[int], *_: Any) -> dict[int, str]:
+        return dict.fromkeys(widths, "logits")
+
+    monkeypatch.setattr(row_kernels, "unequal_widths", differ)
+    drafter = load_drafter(folder, model, kernels="exact")
+    assert "so the target decodes plainly" in caplog.text
+    for length in ("auto", 3):
+        *_, last = dspine_mlx.stream_generate(
+            model, tokenizer, [5, 6, 7], drafter, max_tokens=9, verify_length=length
+        )
+        assert (last.rounds, last.statistics.plain) == (0, 9)

@@ -153,7 +153,7 @@ class CandidateSelector(nn.Module):
 
 
 def lookup_all(rows: mx.array) -> Lookup:
-    """Rows [..., r] that stand on their own, to be read in order."""
+    """Rows [..., r] as a lookup that reads them in order."""
     indices = mx.arange(rows.size // rows.shape[-1], dtype=mx.uint32).reshape(rows.shape[:-1])
     return Lookup(indices, rows.reshape(-1, rows.shape[-1]))
 

@@ -11,7 +11,14 @@ from mlx_lm.models.gemma4_text import RMSNormNoScale
 
 from dspine_mlx.drafters.config import flatten
 from dspine_mlx.drafters.dflash import LARGE, TENSORS, ContextAttention, DraftLayer
-from dspine_mlx.drafters.dspark import HEADS, MARKS, DSpark, DSparkConfig, heads_from_tensors
+from dspine_mlx.drafters.dspark import (
+    HEADS,
+    MARKS,
+    DSpark,
+    DSparkConfig,
+    heads_from_tensors,
+    readings,
+)
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
 from dspine_mlx.drafters.settings import backbone_settings, layer_types, section
 from dspine_mlx.errors import InputError
@@ -118,5 +125,6 @@ METHOD = Method(
     marks=MARKS,
     fill=heads_from_tensors,
     several_texts=True,
+    readings=readings,
     reference="dspine_mlx.convert.reference:dspark_round",
 )

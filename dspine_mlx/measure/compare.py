@@ -28,7 +28,7 @@ PLAIN, AUTO, MLX_LM = "plain", "auto", "mlx-lm-draft:"
 
 @dataclass(frozen=True)
 class Pair:
-    """What every way of decoding shares. Without a drafter only mlx-lm's ways can be had."""
+    """What all modes of decoding share. Without a drafter only mlx-lm's own modes run."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper

@@ -154,6 +154,8 @@ def pair() -> Iterator[Finding]:
     assert drafter is not None
     modes = load_calibrations(drafter)
     yield Finding("shipped pair", OK, f"generates ({len(tokens)} tokens); {in_words(modes)}")
+    for sentence in drafter.target.verify_kernels.explain():
+        yield Finding("verify rows", OK, sentence)
     if not drafter.kernels.active:
         yield Finding("kernels", NOTE, "off without Metal; plain MLX operations run")
         return

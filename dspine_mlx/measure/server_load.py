@@ -35,7 +35,7 @@ class ServerFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What every request has in common."""
 
     port: int
@@ -51,7 +51,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Crowd:
+class Batch:
     """Requests that were sent together."""
 
     seconds: float  # until the last one ended
@@ -69,11 +69,11 @@ class Crowd:
 
 
 @dataclass
-class Contest:
+class ServerComparison:
     """Crowds by way; the ways take turns."""
 
     ways: list[str]
-    runs: dict[str, list[Crowd]] = field(default_factory=dict)
+    runs: dict[str, list[Batch]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)  # way -> why
 
     @contextmanager
@@ -89,27 +89,27 @@ class Contest:
             del self.runs[way]
 
     def summary(self, way: str) -> dict[str, Any]:
-        """Medians of a way, and its speed-up over the plain crowd of the same turn."""
-        crowds, plain = self.runs[way], self.runs[PLAIN]
-        pairs = zip(crowds, plain, strict=False)
+        """Medians of a way, and its speed-up over the plain batch of the same turn."""
+        batches, plain = self.runs[way], self.runs[PLAIN]
+        pairs = zip(batches, plain, strict=False)
         ratios = sorted(
             a.tokens_per_second / b.tokens_per_second
             for a, b in pairs
             if a.long_enough and b.long_enough
         )
-        first = [reply.first_text for crowd in crowds for reply in crowd.replies]
+        first = [reply.first_text for batch in batches for reply in batch.replies]
         return {
             "way": way,
-            "tokens_per_second": median(crowd.tokens_per_second for crowd in crowds),
+            "tokens_per_second": median(batch.tokens_per_second for batch in batches),
             "speedup": median(ratios) if ratios else None,
             "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
-            "texts": sum(len(crowd.replies) for crowd in crowds),
-            "texts_in_ratios": sum(len(c.replies) for c in crowds if c.long_enough),
+            "texts": sum(len(batch.replies) for batch in batches),
+            "texts_in_ratios": sum(len(c.replies) for c in batches if c.long_enough),
             "first_text_seconds": median(first),
             "last_first_text_seconds": median(
-                max(reply.first_text for reply in crowd.replies) for crowd in crowds
+                max(reply.first_text for reply in batch.replies) for batch in batches
             ),
-            "paths": dict(Counter(reply.path for crowd in crowds for reply in crowd.replies)),
+            "paths": dict(Counter(reply.path for batch in batches for reply in batch.replies)),
         }
 
 
@@ -120,33 +120,33 @@ def check_way(way: str) -> None:
         )
 
 
-def contest(
-    asked: Asked, ways: list[str], prompts: list[Messages], requests: int, repeat: int
-) -> Iterator[Contest]:
+def compare_modes(
+    asked: Request, ways: list[str], prompts: list[Messages], requests: int, repeat: int
+) -> Iterator[ServerComparison]:
     """Crowds of so many requests, the ways interleaved (A B A B ...) after a warm-up of each;
-    yields the contest so far after each turn."""
-    result = Contest(list(dict.fromkeys([PLAIN, *ways])))
+    yields the comparison so far after each turn."""
+    result = ServerComparison(list(dict.fromkeys([PLAIN, *ways])))
     result.runs = {way: [] for way in result.ways}
     together = list(islice(cycle(prompts), requests))
     for way in list(result.ways):
         with result.surviving(way):
-            crowd(asked, way, together)
+            run_batch(asked, way, together)
     for _ in range(repeat):
         for way in list(result.ways):
             with result.surviving(way):
-                result.runs[way].append(crowd(asked, way, together))
+                result.runs[way].append(run_batch(asked, way, together))
         yield result
 
 
-def crowd(asked: Asked, way: str, prompts: list[Messages]) -> Crowd:
+def run_batch(asked: Request, way: str, prompts: list[Messages]) -> Batch:
     """All prompts at once."""
     with ThreadPoolExecutor(len(prompts)) as clients:
         start = time.perf_counter()
         replies = list(clients.map(partial(ask, asked, way), prompts))
-        return Crowd(time.perf_counter() - start, replies)
+        return Batch(time.perf_counter() - start, replies)
 
 
-def ask(asked: Asked, way: str, messages: Messages) -> Reply:
+def ask(asked: Request, way: str, messages: Messages) -> Reply:
     body = {
         "messages": messages,
         "max_tokens": asked.max_tokens,

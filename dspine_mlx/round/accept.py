@@ -1,6 +1,7 @@
-"""Verification: which drafted tokens stand, such that the text follows the target's own law.
+"""Which drafted tokens are accepted, such that the text has the target's own distribution.
 
-p is the target's law under the user's sampler and processors, row by row; q is the drafter's.
+p is the target's distribution under the user's sampler and processors, row by row; q is the
+draft's.
 """
 
 import math
@@ -49,7 +50,7 @@ def accept(draft: Draft, rows: TargetLogits, sampler: SamplerFunction) -> tuple[
     if draft.q is None:
         return match(draft.tokens, logprobs, sampler)
     if not isinstance(sampler, Sampler):
-        raise TypeError("a sampled draft needs a Sampler whose law is known")
+        raise TypeError("a sampled draft needs a Sampler whose probs are known")
     p, uniform = sampler.probs(logprobs), mx.random.uniform(shape=draft.tokens.shape)
     if sampler.xtc_probability > 0:
         # A block's end depends on rows after it, whose coins will be tossed again next round.
@@ -145,12 +146,12 @@ def ratios(draft: Draft, p: mx.array) -> mx.array:
 
 
 def acceptance(draft: Draft, p: mx.array) -> mx.array:
-    """Token by token (Leviathan et al., arXiv:2211.17192): x stands with min(1, p(x)/q(x)): [l]."""
+    """Token by token (Leviathan et al., arXiv:2211.17192): accept x with min(1, p(x)/q(x)): [l]."""
     return mx.minimum(1, ratios(draft, p))
 
 
 def accepted(probabilities: mx.array, uniform: mx.array) -> mx.array:
-    """How many tokens stand before the first rejection."""
+    """How many tokens are accepted before the first rejection."""
     return mx.cumprod((uniform < probabilities).astype(mx.int32)).sum()
 
 
@@ -158,8 +159,8 @@ def block_chances(draft: Draft, p: mx.array) -> tuple[mx.array, mx.array]:
     """Block verification (Sun et al., arXiv:2403.10444) of l tokens: P_0 .. P_l and h_1 .. h_l.
 
     P_i = min(1, P_{i-1} p(x_i)/q(x_i)); with m_i = sum_v max(P_i p_i(v) - q_{i+1}(v), 0), the
-    first i tokens stand with chance h_i = m_i / (m_i + 1 - P_i) if no longer block does; h_l = P_l.
-    More tokens stand than token by token, and the text has the same law.
+    first i tokens are accepted with chance h_i = m_i / (m_i + 1 - P_i) if no longer block is; h_l =
+    P_l. More tokens are accepted than one by one, and the text has the same distribution.
     """
     assert draft.q is not None
     reaches = [mx.array(1, p.dtype)]
@@ -180,7 +181,7 @@ def longest_kept(chances: mx.array, uniform: mx.array) -> mx.array:
 
 
 def residual(draft: Draft, p: mx.array, n: mx.array, weight: float | mx.array = 1.0) -> mx.array:
-    """The law of the token after n drafted ones that stand, up to a factor: [V].
+    """Probs of the token after n accepted ones, up to a factor: [V].
 
     max(weight p - q, 0) after a rejection, where weight is 1 token by token and P_n for a block; p
     itself after the whole draft, or where rounding leaves nothing of the difference.

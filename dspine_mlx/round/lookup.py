@@ -1,4 +1,4 @@
-"""Lookup drafts: what followed the last place where the text's newest tokens stood before.
+"""Lookup drafts: what followed the newest tokens where the text had them before.
 
 Text that repeats itself (edits of code, quotes, JSON) is copied from there without a forward. An
 index holds the places of all n-grams of GRAM tokens; a match is followed backwards, the longest one
@@ -20,7 +20,7 @@ SLOTS = 1 << 17  # of the table, a power of 2: half a megabyte per text
 class Copy(NamedTuple):
     """A lookup draft. The match grows by each token that is accepted."""
 
-    match: int  # tokens of the text that stood before it
+    match: int  # tokens of the text before it that agree
     tokens: list[int]
 
 

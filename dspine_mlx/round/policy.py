@@ -40,7 +40,7 @@ class Policy(Protocol):
         """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
 
     def learn(self, accepted: int, offered: int) -> None:
-        """The round is over; accepted of the offered tokens stood."""
+        """The round is over: so many of the offered tokens were accepted."""
 
     def probe_due(self, depth: int) -> bool:
         """Whether to draft now while decoding plainly, only to be watched."""
@@ -49,10 +49,10 @@ class Policy(Protocol):
         """A draft that the next plain tokens will be compared with."""
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
-        """A plain token, which the caller has waited for since the clock's reading waiting."""
+        """A plain token; its reader began to wait when the clock read `waiting`."""
 
     def hopeless(self, depth: int) -> bool:
-        """Whether plain decoding wins even if every drafted token stands."""
+        """Whether plain decoding wins even if every drafted token is accepted."""
 
     def verdict(self, depth: int) -> str:
         """In words, how the text was made."""

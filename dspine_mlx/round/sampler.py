@@ -1,4 +1,4 @@
-"""The user's sampler as a law: mlx-lm's transforms with their settings in sight."""
+"""The user's sampler with its probabilities: mlx-lm's transforms, with their settings in sight."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -20,10 +20,10 @@ from dspine_mlx.arguments import check_real, check_temperature, check_whole
 
 @dataclass(frozen=True)
 class Sampler:
-    """mlx_lm.sample_utils.make_sampler, arguments and draws alike, that also states its law.
+    """mlx_lm.sample_utils.make_sampler, arguments and draws alike, that also states its probs.
 
-    A sampler whose law is known lets drafts be sampled too and verified by the ratio test; an
-    unknown callable can only be compared with (see `dspine_mlx.round.accept`).
+    With known probs drafts can be sampled too, and verified by the ratio test; an unknown callable
+    can only be compared with (see `dspine_mlx.round.accept`).
     """
 
     temp: float = 0.0
@@ -58,9 +58,9 @@ class Sampler:
         return self.function(logprobs)
 
     def probs(self, logprobs: mx.array) -> mx.array:
-        """The float32 law [n, V] that a draw from each row of logprobs [n, V] follows.
+        """Float32 probs [n, V] of a draw from each row of logprobs [n, V].
 
-        XTC tosses its coin for every row here; the law returned is the one given the coin.
+        XTC tosses its coin for every row here; the probs are those given the coin.
         """
         kept = self.truncate(logprobs)
         if self.xtc_probability > 0:
@@ -71,7 +71,7 @@ class Sampler:
 
     @property
     def truncates(self) -> bool:
-        """Whether the law of drafts is more than a softmax at the temperature."""
+        """Whether the probs of drafts are more than a softmax at the temperature."""
         return 0 < self.top_p < 1 or self.min_p != 0 or self.top_k > 0
 
     def truncate(self, logprobs: mx.array) -> mx.array:

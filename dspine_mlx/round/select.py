@@ -26,15 +26,15 @@ class Evidence(NamedTuple):
     stops: Stops = frozenset()
 
     def log_odds(self) -> list[float]:
-        """Log-odds [M] that slot t stands given that slot t - 1 does, uncalibrated: by the
-        confidence, or of a law's top entry; -inf after a token that ends the text."""
+        """Log-odds [M] that slot t is accepted given that slot t - 1 is, uncalibrated: of the
+        confidence, or of a row's top probability; -inf after a token that ends the text."""
         tokens, odds = self.tokens.tolist(), [log_odds(c) for c in self.chances.tolist()]
         end = next((t for t, token in enumerate(tokens, 1) if token in self.stops), len(odds))
         return odds[:end] + [-math.inf] * (len(odds) - end)
 
 
 def log_odds(chance: float | list[float]) -> float:
-    """Of a chance, or of a law's top entry."""
+    """Of a chance, or of the largest of several probabilities."""
     if isinstance(chance, list):
         top, others = max(chance), sum(chance)
         others -= top
@@ -46,11 +46,13 @@ def log_odds(chance: float | list[float]) -> float:
 
 
 class Draft(NamedTuple):
-    """The tokens to verify, in order, and the law each was drawn from."""
+    """The tokens to verify, in order, and the distribution that each was drawn from."""
 
     tokens: mx.array  # [M]
     candidates: mx.array  # [M, K] that it was picked from; [M, 1] where nothing was ranked
-    q: mx.array | None  # [M, K] float32, the very law that was sampled; None: one-hot (the argmax)
+    q: (
+        mx.array | None
+    )  # [M, K] float32, the very probs that were sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
     greedy_path: Evidence | None = None  # of a sampled draft, known before any draw
     copied: list[float] | None = None  # of a copy (`lookup`): chances [M] of its tokens

@@ -101,6 +101,7 @@ class Call:
             "drafted": s.drafted,
             "accepted": s.accepted,
             "verify_lengths": {str(n): rounds for n, rounds in sorted(s.verify_lengths.items())},
+            "lookups": s.lookups,
             "parked": s.plain,
             "verdict": s.verdict,
             "tokens_per_second": None if self.speed is None else round(self.speed, 2),

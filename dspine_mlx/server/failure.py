@@ -29,7 +29,7 @@ class Failed(Exception):
 
 
 class UnknownModel(FieldError):
-    """A model, drafter or adapter that can't be had, or that this server may not load."""
+    """A model, drafter or adapter that can't be loaded, or that this server may not load."""
 
     def __init__(self, message: str, param: str = "model"):
         super().__init__(param, message)

@@ -1,7 +1,7 @@
 """Structured output: a response_format as a grammar that masks every row of a verify forward.
 
-The automaton is llguidance's (extra `server`). Masking happens before sampling, so the text follows
-the target's law restricted to the grammar, with the drafter or without it.
+The automaton is llguidance's (extra `server`). Masking happens before sampling, so the text has
+the target's distribution restricted to the grammar, with the drafter or without it.
 """
 
 import json

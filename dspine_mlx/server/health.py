@@ -27,6 +27,7 @@ def health(generator: ResponseGenerator) -> dict[str, Any]:
         "drafter": type(drafter.network).__name__ if drafter is not None else None,
         "verify_length": generator.options.verify_length,
         "kernels": kernels(generator.options.kernels, drafter),
+        "verify_rows": drafter.target.verify_kernels.promise() if drafter is not None else None,
         "requests": len(generator.calls),
         "versions": {
             "dspine_mlx": dspine_mlx.__version__,

@@ -92,7 +92,7 @@ class Metrics:
         for kind in ("drafted", "accepted"):
             yield f'dspine_draft_tokens_total{{kind="{kind}"}} {self.drafts[kind]}'
         for name, histogram, text in (
-            ("accepted_tokens", self.accepted, "Drafted tokens that stood, per round."),
+            ("accepted_tokens", self.accepted, "Drafted tokens accepted per round."),
             ("round_seconds", self.rounds, "Time from one block's last token to the next block."),
             ("first_token_seconds", self.first_token, "Time from request to first token."),
         ):

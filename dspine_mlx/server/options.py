@@ -10,9 +10,12 @@ ANY, OWN = "any", "own"  # of --allow-models
 
 @dataclass(frozen=True)
 class Options:
-    verify_length: int | str = "auto"  # drafted tokens a round, unless a request says otherwise
-    speculate_up_to: int = 1  # requests in the house while drafting still pays; more are batched
-    kernels: str = "auto"  # or "off"
+    verify_length: int | str = "auto"  # drafted tokens per round, unless a request says otherwise
+    speculate_up_to: int = (
+        1  # requests waiting or running while drafting still pays; more are batched
+    )
+    kernels: str = "auto"  # or "exact" or "off"
+    lookup: bool = True  # copies of earlier text as drafts, where they are worth more
     profile: bool = True
     api_key: str | None = None
     max_request_bytes: int = 8 * MEGABYTE
@@ -88,9 +91,15 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument(
         "--kernels",
-        choices=["auto", "off"],
+        choices=["auto", "exact", "off"],
         default="auto",
-        help="Metal kernels: auto (where there is Metal and they pass their check) or off",
+        help="auto: the package's kernels where they win; exact: verify only with plain decoding's "
+        "bits, as checked at load; off: plain MLX",
+    )
+    flags.add_argument(
+        "--no-lookup",
+        action="store_true",
+        help="don't offer copies of earlier text where they are worth more than a draft",
     )
     flags.add_argument(
         "--no-profile",
@@ -155,6 +164,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
         verify_length="auto" if length is None else length,
         speculate_up_to=known.speculate_up_to,
         kernels=known.kernels,
+        lookup=not known.no_lookup,
         profile=not known.no_profile,
         api_key=known.api_key,
         max_request_bytes=known.max_request_mb * MEGABYTE,

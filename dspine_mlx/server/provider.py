@@ -85,7 +85,7 @@ class Provider(host.ModelProvider):
                 )
 
     def download(self, wanted: host.ModelDescription) -> None:
-        """Fetches a model that is not here yet; `UnknownModel` if it can't be had."""
+        """Fetches a model that is not here yet; `UnknownModel` if it can't be loaded."""
         model = self._model_map.get(wanted.model, wanted.model)
         if self.model_key is None or self.model_key[0] != model:
             folder_of(model)

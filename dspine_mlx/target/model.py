@@ -19,10 +19,25 @@ EMBEDDINGS = ("embed_tokens", "embeddings")
 
 
 class VerifyKernels(Protocol):
-    """What multiplies and attends in a verify forward; width_limit: the rows it may have."""
+    """What multiplies and attends in a verify forward.
+
+    width_limit: the rows it may have; digest: names what runs, "" where all is MLX's own.
+    """
 
     @property
     def width_limit(self) -> float: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def promise(self) -> str:
+        """What verify forwards promise about plain decoding's bits, in a sentence."""
+
+    def explain(self) -> list[str]:
+        """Sentences for `doctor`."""
+
+    def report(self) -> dict[str, Any]:
+        """For bug reports and health pages."""
 
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         """Around one forward over so many rows, of one text or of several."""
@@ -32,6 +47,16 @@ class StockKernels:
     """MLX's own, for any number of rows."""
 
     width_limit = math.inf
+    digest = ""
+
+    def promise(self) -> str:
+        return "Verify rows are multiplied by MLX, which may round several rows in other ways."
+
+    def explain(self) -> list[str]:
+        return [self.promise()]
+
+    def report(self) -> dict[str, Any]:
+        return {"mode": "stock"}
 
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -205,7 +205,7 @@ class Recorder:
 
 
 def fits(inputs: mx.array, state: mx.array | None, rows: int) -> bool:
-    """Whether the state can be the newest rows of a convolution's input, before which it stood."""
+    """Whether the state can be the newest rows of a convolution's input."""
     if state is None or state.ndim != 3:
         return False
     width = state.shape[1]

@@ -149,7 +149,12 @@ class RowKernels:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def promise(self) -> str:
-        """What exact mode may promise here, in a sentence."""
+        """What verify forwards promise about plain decoding's bits, in a sentence."""
+        if not self.exact:
+            runs = "kernels that won their race here"
+            if self.race.idle or not self.digest:
+                runs = f"MLX's own products ({self.race.idle or 'nothing was faster here'})"
+            return f"Verify rows are made by {runs} and may round in other ways than a single row."
         if self.width_limit > 1:
             return (
                 "Verify forwards give plain decoding's very logits on this machine, for this "

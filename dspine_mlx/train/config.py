@@ -23,7 +23,7 @@ class LossConfig:
     ce_hold: float = 0.0
     ce_end: float = 0.5
     reference: Reference = "token"  # CE against the text's token, or the target's distribution
-    position_decay: float = 7.0  # slot i of 0, 1, ... weighs exp(-i / decay); DSpark: 4
+    position_decay: float = 7.0  # slot i of 0, 1, ... has the weight exp(-i / decay); DSpark: 4
     refined_weight: float = 1.0
     candidate_mass_threshold: float = 1e-4  # L1 on candidates only where they hold more than this
     alignment: Alignment = (
@@ -60,9 +60,9 @@ class TrainConfig:
     """How it is taught."""
 
     steps: int = 2000
-    batch_size: int = 8  # sequences an optimiser step
+    batch_size: int = 8  # sequences per optimiser step
     accumulation: int = 1  # forwards it is split into
-    num_anchors: int = 512  # blocks a sequence
+    num_anchors: int = 512  # blocks per sequence
     learning_rate: float = 6e-4
     warmup_ratio: float = 0.04
     betas: tuple[float, float] = (0.9, 0.999)

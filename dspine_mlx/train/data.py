@@ -21,7 +21,7 @@ Messages = tuple[dict[str, str], ...]
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages that end with an assistant's answer, or a text, and the line they stand on.
+    """Messages that end with an assistant's answer, or a text, and the line they are on.
 
     `whole`: the last one ends by itself; it was not cut at a limit of tokens.
     """

@@ -67,7 +67,7 @@ def decode(
 
 
 def acceptance(texts: list[Decoded], seed: int = 0) -> tuple[float, float, float]:
-    """Tokens a round, the target's own included, over all prompts; and its 95 % interval, from a
+    """Tokens per round, the target's own included, over all prompts; and its 95 % interval, from a
     bootstrap over prompts."""
     counts = np.array([(t.accepted, t.rounds) for t in texts if t.rounds], float)
     if not len(counts):

@@ -15,11 +15,11 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 from dspine_mlx.round.accept import acceptance
 from dspine_mlx.round.lookup import CopyChances
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.round.select import Draft
+from dspine_mlx.round.select import Draft, log_odds
 from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length import explain as words
 from dspine_mlx.verify_length.budget import SHARE, Budget
-from dspine_mlx.verify_length.calibration import Calibration
+from dspine_mlx.verify_length.calibration import Calibration, uncalibrated
 from dspine_mlx.verify_length.chances import Chances, expected_tokens
 from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.reading import Reading
@@ -96,6 +96,8 @@ class Auto:
         self.explain, self.clock, self.text_over = explain, clock, text_over
         self.reading = Reading(len(calibration.biases))
         self.copies = CopyChances()
+        # Copies are offered where they look best, so they disappoint: learnt from those offered.
+        self.offered_copies = Chances(uncalibrated(len(calibration.biases)))
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.newest: Round | None = None  # until it has been learnt from
         self.rounds_left = MEMORY  # before plain decoding is timed again
@@ -144,7 +146,7 @@ class Auto:
         """The length for this round; `limit` is smaller near max_tokens."""
         chances = self.chances.of(known.odds)
         greedy = chances if known.greedy is known.odds else self.chances.of(known.greedy)
-        seconds, w = self.costs.verify(depth), self.worth(greedy, limit, depth)
+        seconds, w = self.costs.verify(depth), self.seconds_saved(greedy, limit, depth)
         values = length_values(chances[:limit], seconds, w)
         if self.sampler is None:
             length = values.index(max(values))
@@ -152,7 +154,7 @@ class Auto:
             length = sampled_verify_length(chances[:limit], greedy, seconds, w)
         return Round(depth, 0.0, chances=chances[:limit], values=values, chosen=length)
 
-    def worth(self, chances: list[float], limit: int, depth: int) -> list[float]:
+    def seconds_saved(self, chances: list[float], limit: int, depth: int) -> list[float]:
         """Seconds that each of the next `limit` tokens saves, if they have these chances."""
         plain, draft = self.costs.plain(depth), self.costs.draft(depth)
         # No block goes on beyond the text's last tokens.
@@ -164,17 +166,18 @@ class Auto:
         alike; a draft that isn't read is worth what rounds are on average."""
         assert copy.copied is not None
         self.digest()
-        seconds, chances = self.costs.verify(depth), copy.copied[:limit]
+        seconds = self.costs.verify(depth)
+        chances = self.offered_copies.of([log_odds(p) for p in copy.copied[:limit]])
         if draft.evidence is None:
-            usual = 1 / self.rate(depth)
-            w, best = [usual] * limit, self.costs.draft(depth) - usual
+            average = 1 / self.rate(depth)
+            w, best = [average] * limit, self.costs.draft(depth) - average
         else:
             greedy = self.chances.of(self.read(draft).greedy)[:limit]
             path = (draft.greedy_path or draft).tokens.tolist()
             pairs = enumerate(zip(copy.tokens.tolist(), path, strict=False))
             agreed = next((i for i, (x, y) in pairs if x != y), limit)
             chances, greedy = contested(chances, greedy, agreed)
-            w = self.worth(greedy, limit, depth)
+            w = self.seconds_saved(greedy, limit, depth)
             best = max(length_values(greedy, seconds, w))
         values = length_values(chances, seconds, w)
         if max(values) <= best:
@@ -232,12 +235,15 @@ class Auto:
     def digest(self) -> None:
         """Learn costs and chances from the newest round, if it came to its end."""
         this, self.newest = self.newest, None
-        if this is None or this.offered < 0 or not this.chances or this.copied:
+        if this is None or this.offered < 0 or not this.chances:
+            return
+        chances = self.offered_copies if this.copied else self.chances
+        for slot in range(min(this.offered, this.accepted + 1)):
+            chances.update(slot, this.chances[slot], float(slot < this.accepted))
+        chances.round_over()
+        if this.copied:
             return
         self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
-        for slot in range(min(this.offered, this.accepted + 1)):
-            self.chances.update(slot, this.chances[slot], float(slot < this.accepted))
-        self.chances.round_over()
         if len(this.values) == len(self.reading.values):
             self.reading.round_over(this.values, this.chosen)
 

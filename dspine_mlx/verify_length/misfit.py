@@ -30,11 +30,11 @@ class Misfit:
     ever reaches 1 / ERROR_RATE with at most that probability (Ville's inequality; Ramdas et al.,
     arXiv:2210.01948).
 
-    usual: the share of first drafted tokens that are accepted on this pair's usual text, from its
-    history; None: not known.
+    expected: the share of first drafted tokens that this pair's texts have accepted so far; None:
+    not known.
     """
 
-    usual: float | None = None
+    expected: float | None = None
     rounds: int = 0
     accepted: int = 0  # first tokens
     promised: float = 0.0  # sum of the first tokens' usual or calibrated chances
@@ -50,12 +50,12 @@ class Misfit:
         """
         if self.over:
             return None
-        usual = UNKNOWN if self.usual is None else self.usual
-        least = usual / HARD if chance is None else chance / MISJUDGED
+        expected = UNKNOWN if self.expected is None else self.expected
+        least = expected / HARD if chance is None else chance / MISJUDGED
         self.rounds += 1
         self.tokens += 1 + accepted
         self.accepted += accepted > 0
-        self.promised += usual if chance is None else chance
+        self.promised += expected if chance is None else chance
         self.log_ratio += (
             -math.log(HARD) if accepted else math.log((1 - least / HARD) / (1 - least))
         )

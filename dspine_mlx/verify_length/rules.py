@@ -37,7 +37,7 @@ def verify_length(chances: Floats, seconds: Floats, values: Floats) -> int:
 
 
 def sampled_verify_length(chances: Floats, greedy: Floats, seconds: Floats, values: Floats) -> int:
-    """Rows admitted one after another, for a draft that was sampled.
+    """The length for a sampled draft, decided row by row.
 
     chances[k] is the chance of drafted token k + 1, known from the tokens before it. Whether row k
     is fed may depend on x_1 .. x_k, so on chances[: k + 1]; slots beyond are expected to have the

@@ -97,6 +97,8 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
 def policy_for(
     verify_length: int | str | Policy, drafter: Drafter, sampler: SamplerFunction
 ) -> Policy:
+    if drafter.target.verify_kernels.width_limit < 2:
+        return Fixed(0)
     if isinstance(verify_length, int):
         return Fixed(min(verify_length, drafter.config.num_proposals))
     if isinstance(verify_length, str):

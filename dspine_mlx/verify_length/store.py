@@ -108,7 +108,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def pair_key(drafter: Drafter) -> dict[str, str]:
     """What a measurement depends on. Models are known by their tensors' names, shapes, dtypes."""
-    return {
+    key = {
         "format": FORMAT,
         "device": device_name(),
         "blas": os.environ.get("LD_PRELOAD", ""),  # MLX has no name for the library it is using
@@ -116,6 +116,8 @@ def pair_key(drafter: Drafter) -> dict[str, str]:
         "target": structure(drafter.target.model),
         "drafter": structure(drafter.network),
     }
+    kernels = drafter.target.verify_kernels.digest
+    return key | {"kernels": kernels} if kernels else key
 
 
 def calibration_key(drafter: Drafter) -> dict[str, str]:

@@ -48,12 +48,14 @@ def count(
     temp: float,
     options: dict[str, Any],
     calibrated: bool,
+    attentive: bool,
 ) -> tuple[np.ndarray, int]:
     """Tokens and rounds of each text, and how many rounds looked up."""
     drafter, sampler = models[2], dspine_mlx.Sampler(temp=temp)
     calibration = load_calibrations(drafter).get(mode_of(sampler)) if calibrated else None
     M = drafter.config.num_proposals
-    policy, counts, lookups = Attentive(FreeRows(M), calibration or uncalibrated(M)), [], 0
+    kind = Attentive if attentive else Auto
+    policy, counts, lookups = kind(FreeRows(M), calibration or uncalibrated(M)), [], 0
     for seed, prompt in enumerate(prompts):
         mx.random.seed(seed)
         *_, last = dspine_mlx.stream_generate(
@@ -72,6 +74,9 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--uncalibrated", action="store_true")
+    parser.add_argument(
+        "--unread", action="store_true", help="let the policy leave evidence unread"
+    )
     args = parser.parse_args()
     model, tokenizer, drafter = dspine_mlx.load()
     assert drafter is not None
@@ -87,7 +92,12 @@ def main() -> None:
         for lookup in (False, True):
             options = {"max_tokens": args.tokens, "lookup": lookup}
             found[lookup], lookups = count(
-                (model, tokenizer, drafter), prompts, temp, options, not args.uncalibrated
+                (model, tokenizer, drafter),
+                prompts,
+                temp,
+                options,
+                not args.uncalibrated,
+                not args.unread,
             )
         gains = interval(found[True], found[False])
         rounds = int(found[True][:, 1].sum())

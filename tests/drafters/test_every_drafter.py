@@ -20,6 +20,7 @@ from dspine_mlx.round.select import Draft, evidence
 from dspine_mlx.verify_length.fit import calibrate, record
 from dspine_mlx.verify_length.store import load_calibrations, save_calibrations
 from tests.round.test_losslessness import Toy, chosen, distance, law_of_round, policy
+from tests.server.test_grammar import PROMPT, constrained
 from tests.support.bigrams import KNOWING, bigram_target
 from tests.support.drafters import EVERY
 from tests.support.families import build
@@ -223,3 +224,22 @@ def test_other_targets(kind: str, family: str, tokenizer: TokenizerWrapper) -> N
     plain = plain_steps(model, tokenizer, prompt, max_tokens=24)
     ours = steps((model, drafter), tokenizer, prompt, max_tokens=24, verify_length=4)
     assert [token for token, _ in ours] == [token for token, _ in plain]
+
+
+@pytest.mark.parametrize("pair", EVERY, indirect=True)
+def test_structured_text_is_the_targets(pair: Pair, tokenizer: TokenizerWrapper) -> None:
+    """Under a grammar that masks logits and cuts drafts."""
+    model = pair[0]
+    plain = plain_steps(
+        model, tokenizer, PROMPT, logits_processors=[constrained(tokenizer)], max_tokens=24
+    )
+    grammar = constrained(tokenizer)
+    ours = steps(
+        pair,
+        tokenizer,
+        PROMPT,
+        logits_processors=[grammar],
+        draft_filter=grammar.permitted,
+        max_tokens=24,
+    )
+    assert same_steps(ours, plain)

@@ -11,33 +11,36 @@ from dspine_mlx.cli import app
 from dspine_mlx.errors import InputError
 from dspine_mlx.measure import server_load
 from dspine_mlx.measure.server_load import (
-    Asked,
-    Contest,
-    Crowd,
+    Batch,
     Reply,
+    Request,
+    ServerComparison,
     ServerFailed,
     ask,
     check_way,
-    contest,
+    compare_modes,
     serving,
 )
 from tests.support.serving import Server
 
 pytestmark = pytest.mark.slow
 
-ASKED = Asked(port=0, max_tokens=9, temperature=0.0)
+ASKED = Request(port=0, max_tokens=9, temperature=0.0)
 
 
-def crowd(seconds: float, *first: float, path: str = "batched") -> Crowd:
-    return Crowd(seconds, [Reply(f, 40, path) for f in first])
+def run_batch(seconds: float, *first: float, path: str = "batched") -> Batch:
+    return Batch(seconds, [Reply(f, 40, path) for f in first])
 
 
 def test_speeds_are_of_all_requests_together() -> None:
     runs = {
-        "plain": [crowd(2, 0.1, 0.2), crowd(3, 0.1, 0.4)],
-        "auto": [crowd(4, 0.1, 2.0, path="speculative"), crowd(1, 0.3, 1.0, path="speculative")],
+        "plain": [run_batch(2, 0.1, 0.2), run_batch(3, 0.1, 0.4)],
+        "auto": [
+            run_batch(4, 0.1, 2.0, path="speculative"),
+            run_batch(1, 0.3, 1.0, path="speculative"),
+        ],
     }
-    row = Contest(["plain", "auto"], runs).summary("auto")
+    row = ServerComparison(["plain", "auto"], runs).summary("auto")
     assert row["tokens_per_second"] == (80 / 4 + 80 / 1) / 2
     assert row["speedup_range"] == [2 / 4, 3 / 1]
     assert row["speedup"] == (2 / 4 + 3 / 1) / 2
@@ -47,9 +50,9 @@ def test_speeds_are_of_all_requests_together() -> None:
 
 
 def test_short_replies_have_no_ratio() -> None:
-    short = Crowd(1, [Reply(0.1, 31, "batched"), Reply(0.1, 32, "batched")])
-    runs = {"plain": [crowd(1, 0.1, 0.1)], "auto": [short]}
-    row = Contest(["plain", "auto"], runs).summary("auto")
+    short = Batch(1, [Reply(0.1, 31, "batched"), Reply(0.1, 32, "batched")])
+    runs = {"plain": [run_batch(1, 0.1, 0.1)], "auto": [short]}
+    row = ServerComparison(["plain", "auto"], runs).summary("auto")
     assert (row["speedup"], row["speedup_range"]) == (None, None)
     assert (row["texts"], row["texts_in_ratios"]) == (2, 0)
 
@@ -57,15 +60,15 @@ def test_short_replies_have_no_ratio() -> None:
 def test_ways_take_turns_and_prompts_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, list[str]]] = []
 
-    def recorded(asked: Asked, way: str, prompts: list[Any]) -> Crowd:
+    def recorded(asked: Request, way: str, prompts: list[Any]) -> Batch:
         sent.append((way, [prompt[0]["content"] for prompt in prompts]))
         if way == "fixed:3" and len(sent) > 5:
             raise ServerFailed("the server answered 500: [malloc] Unable to allocate")
-        return crowd(1, 0.1)
+        return run_batch(1, 0.1)
 
-    monkeypatch.setattr(server_load, "crowd", recorded)
+    monkeypatch.setattr(server_load, "run_batch", recorded)
     prompts = [[{"role": "user", "content": text}] for text in "ab"]
-    steps = list(contest(ASKED, ["auto", "plain", "fixed:3"], prompts, requests=3, repeat=2))
+    steps = list(compare_modes(ASKED, ["auto", "plain", "fixed:3"], prompts, requests=3, repeat=2))
     assert [way for way, _ in sent] == ["plain", "auto", "fixed:3"] * 2 + ["plain", "auto"]
     assert {tuple(texts) for _, texts in sent} == {("a", "b", "a")}
     assert steps[-1].ways == ["plain", "auto"]
@@ -75,14 +78,14 @@ def test_ways_take_turns_and_prompts_are_shared_out(monkeypatch: pytest.MonkeyPa
 
 def test_requests_are_decoded_as_asked(server: Server) -> None:
     """The server's pair replies in tokens that the drafter knows; verify length 0 is plain."""
-    asked = Asked(server.port, 12, 0.0)
+    asked = Request(server.port, 12, 0.0)
     messages = [{"role": "user", "content": "Hello"}]
     plain, drafted = ask(asked, "plain", messages), ask(asked, "fixed:3", messages)
     assert (plain.path, drafted.path) == ("batched", "speculative")
     assert plain.tokens == drafted.tokens > 0
     assert min(plain.first_text, drafted.first_text) > 0
     with pytest.raises(ServerFailed, match="the server answered 400: .*max_tokens"):
-        ask(Asked(server.port, -3, 0.0), "plain", messages)
+        ask(Request(server.port, -3, 0.0), "plain", messages)
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
@@ -106,9 +109,9 @@ def test_the_command_measures_the_shipped_pair(tmp_path: Path) -> None:
     command = ["bench", "--suite", str(prompts), "--concurrency", "2", "--repeat", "1", "-m", "6"]
     result = CliRunner().invoke(app, [*command, "--compare", "fixed:3", "--json", str(out)])
     assert result.exception is None
-    (crowds,) = json.loads(out.read_text())["results"]
-    assert crowds["requests"] == 2
-    assert {row["way"]: row["paths"] for row in crowds["ways"]} == {
+    (batches,) = json.loads(out.read_text())["results"]
+    assert batches["requests"] == 2
+    assert {row["way"]: row["paths"] for row in batches["ways"]} == {
         "plain": {"batched": 2},
         "fixed:3": {"speculative": 2},
     }

@@ -34,10 +34,13 @@ from dspine_mlx.server.validation import parse_body
 
 def test_flags_that_are_not_ours_are_left_to_mlx_lm() -> None:
     ours = ["--verify-length", "4", "--speculate-up-to", "3", "--kernels", "off", "--no-profile"]
+    ours.append("--no-lookup")
     theirs = ["--model", "m", "--draft-model", "d", "--temp", "0.5", "--new-flag"]
     options, rest = parse([*theirs, *ours])
     assert rest == theirs
-    assert options == Options(verify_length=4, speculate_up_to=3, kernels="off", profile=False)
+    assert options == Options(
+        verify_length=4, speculate_up_to=3, kernels="off", profile=False, lookup=False
+    )
     assert parse([])[0] == Options()
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dspine_mlx.verify_length import profile, store
 from dspine_mlx.verify_length.costs import Costs, Curve
@@ -33,20 +31,22 @@ def test_linear_in_the_depth_and_never_falling() -> None:
     np.testing.assert_allclose(curve(-0.4).at(5000)[1:-1], [1.0, 1.5, 2.0, 2.5])
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.lists(st.floats(-0.5, 0.5), min_size=6, max_size=6), st.integers(0, 999))
-def test_wrong_curves_are_learnt(errors: list[float], seed: int) -> None:
-    """True costs off by a factor per kind, observed with 10 % of noise: predictions come within
-    10 % of the truth for every kind that was seen."""
-    rng = np.random.default_rng(seed)
-    taught = Costs(curve())
-    truth = np.array(curve().at(100)) * np.exp(errors)
-    for _ in range(60):
-        for kind in range(6):
-            name = "plain" if kind == 0 else "draft" if kind == 5 else "verify"
-            seconds = truth[kind] * np.exp(0.1 * rng.standard_normal())
-            taught.observe(name, kind, seconds, 100)
-    np.testing.assert_allclose(np.log(np.array(taught.predict(100)) / truth), 0, atol=0.15)
+def test_wrong_curves_are_learnt() -> None:
+    """True costs off by a factor per kind, up to exp(0.5), observed with 10 % of noise: every kind
+    is predicted within 20 %, and within 5 % in the root mean square."""
+    left = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        taught, truth = Costs(curve()), np.array(curve().at(100))
+        truth *= np.exp(rng.uniform(-0.5, 0.5, 6))
+        for _ in range(60):
+            for kind in range(6):
+                name = "plain" if kind == 0 else "draft" if kind == 5 else "verify"
+                seconds = truth[kind] * np.exp(0.1 * rng.standard_normal())
+                taught.observe(name, kind, seconds, 100)
+        left.append(np.log(np.array(taught.predict(100)) / truth))
+    assert np.abs(left).max() < 0.2
+    assert np.sqrt(np.mean(np.square(left))) < 0.05
 
 
 def test_load_on_the_machine_is_common_to_all_steps() -> None:

@@ -24,11 +24,13 @@ def drawn(random: np.random.Generator, rate: float, rounds: int = ROUNDS) -> np.
     return np.minimum(random.geometric(1 - rate, rounds) - 1, 7)
 
 
-@pytest.mark.parametrize("usual", [0.4, 0.6, 0.8])
-def test_hard_text_on_a_good_pair_raises_no_warning(usual: float) -> None:
+@pytest.mark.parametrize("expected", [0.4, 0.6, 0.8])
+def test_hard_text_on_a_good_pair_raises_no_warning(expected: float) -> None:
     """At the very edge of what hard text is, an eighth of the usual rate, in 4000 pairs."""
     random = np.random.default_rng(5)
-    false = sum(warned(Misfit(usual), drawn(random, usual / 8)) is not None for _ in range(PAIRS))
+    false = sum(
+        warned(Misfit(expected), drawn(random, expected / 8)) is not None for _ in range(PAIRS)
+    )
     assert false / PAIRS <= ERROR_RATE + 3 * (ERROR_RATE / PAIRS) ** 0.5
 
 
@@ -49,9 +51,9 @@ def test_rounds_that_depend_on_each_other_keep_the_error_rate() -> None:
     assert false / PAIRS <= ERROR_RATE
 
 
-@pytest.mark.parametrize(("usual", "most"), [(None, 120), (0.6, 80), (0.75, 60)])
-def test_a_drafter_that_knows_nothing_is_noticed(usual: float | None, most: int) -> None:
-    rounds = warned(Misfit(usual), np.zeros(ROUNDS, int))
+@pytest.mark.parametrize(("expected", "most"), [(None, 120), (0.6, 80), (0.75, 60)])
+def test_a_drafter_that_knows_nothing_is_noticed(expected: float | None, most: int) -> None:
+    rounds = warned(Misfit(expected), np.zeros(ROUNDS, int))
     assert rounds is not None
     assert rounds <= most
 

@@ -31,11 +31,12 @@ def batch_generate(
     Every text is the target's own, as `stream_generate` would decode it alone: greedy and seeded
     ones token by token, wherever the backend gives a row the same logits in any company.
 
-    Args: mlx-lm's, where `sampler` may also be a list with one per prompt, and
-        logits_processors one with a list per prompt, and
+    Args: mlx-lm's, where sampler may also be a list with one per prompt, and logits_processors one
+        with a list per prompt; and
         drafter: from `load` or `load_drafter`. None: mlx-lm's own batches, with its arguments.
         seeds: one per prompt. A text with a seed draws from a random state of its own: it is that
             of plain decoding after `mx.random.seed`, whatever else is in the batch.
+        draft_filter: as in `stream_generate`, one for all or a list with one per prompt.
         verify_length: drafted tokens that each text offers per round: an int, or "auto", which
             gives the rows to the likeliest ones. 0 is plain decoding.
         completion_batch_size: texts that are decoded at once; the others wait.

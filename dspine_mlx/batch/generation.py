@@ -42,7 +42,7 @@ from dspine_mlx.round.decode import Prefill
 from dspine_mlx.round.policy import check_verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
-from dspine_mlx.round.text import Text, Token
+from dspine_mlx.round.text import DraftFilter, Text, Token
 
 Prompts = list[str] | list[list[int]] | list[mx.array]
 Response = tuple[int, GenerationResponse]  # a prompt's index, and its next token
@@ -58,6 +58,7 @@ class Asked:
     processors: list[LogitsProcessor]
     seed: int | None
     given: list[Any] | None  # prompt cache, which is not changed
+    draft_filter: DraftFilter | None
     speed: Speed = field(default_factory=lambda: Speed(None))
     statistics: Statistics = field(default_factory=Statistics)
     caches: list[Any] = field(default_factory=list)  # at the end, if they are returned
@@ -104,6 +105,7 @@ class Generation:
         sampler: SamplerFunction | list[SamplerFunction] | None = None,
         logits_processors: list[Any] | None = None,
         seeds: list[int] | None = None,
+        draft_filter: DraftFilter | list[DraftFilter] | None = None,
         verify_length: int | str = "auto",
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
@@ -129,6 +131,7 @@ class Generation:
             processors_of(logits_processors, count),
             each("seeds", seeds, count),
             each("prompt_caches", prompt_caches, count),
+            each("draft_filter", draft_filter, count),
         )
         asked = [Asked(*row) for row in zip(*columns, strict=True)]
         for one in asked:
@@ -185,6 +188,7 @@ class Generation:
             asked.processors,
             stops=frozenset(self.tokenizer.eos_token_ids),
             statistics=asked.statistics,
+            draft_filter=asked.draft_filter,
         )
 
     def own_caches(self, asked: Asked) -> list[Any]:
@@ -207,6 +211,7 @@ class Generation:
                     logits_processors=asked.processors,
                     prompt_cache=caches,
                     verify_length=self.verify_length,
+                    draft_filter=asked.draft_filter,
                     max_kv_size=self.max_kv_size,
                     prefill_step_size=self.step,
                     prompt_progress_callback=asked.speed.progress,

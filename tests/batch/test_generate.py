@@ -197,3 +197,77 @@ def test_prompt_caches_go_in_and_come_out(
     )  # fmt: skip
     assert again.token_ids == [[token for token, _ in second[i]] for i in order]
     assert [own[0].offset for own in first.caches] == [len(text) for text in texts]
+
+
+def test_a_filter_cuts_its_own_texts_drafts(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """It sees the tokens before the draft, and what it lets through is offered."""
+    prompts, limits = PROMPTS[:3], [10, 9, 8]
+    plain = plain_texts(model, tokenizer, prompts, limits)
+    texts = whole(prompts, plain)
+    seen: list[list[int]] = []
+
+    def one(tokens: mx.array, draft: list[int]) -> int:
+        seen.append(tokens.tolist())
+        return min(1, len(draft))
+
+    drafter = scripted_texts(model, texts, "right")
+    histogram = {}
+    for index, response in dspine_mlx.batch_stream_generate(
+        model, tokenizer, prompts, drafter, max_tokens=limits, verify_length=4,
+        draft_filter=[None, one, None],
+    ):  # fmt: skip
+        histogram[index] = response.statistics.verify_lengths
+    assert set(histogram[1]) <= {0, 1}
+    assert max(histogram[0]) == max(histogram[2]) == 4
+    assert seen
+    assert all(tokens == texts[1][: len(tokens)] for tokens in seen)
+
+
+def test_a_text_whose_processor_fails_ends_the_batch_with_its_error(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        together(
+            model, tokenizer, EVERY["dflash"](model), PROMPTS[:2], max_tokens=5,
+            logits_processors=[[], [broken]], verify_length=2,
+        )  # fmt: skip
+
+
+def test_what_batch_generate_returns(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """Texts, ids, logprobs and counts as mlx-lm's own, which answers without a drafter."""
+    drafter = scripted_texts(model, whole(PROMPTS, plain_texts(model, tokenizer, PROMPTS, LIMITS)))
+    options: dict[str, Any] = {
+        "max_tokens": LIMITS, "return_token_ids": True, "return_logprobs": True
+    }  # fmt: skip
+    theirs = dspine_mlx.batch_generate(model, tokenizer, PROMPTS, **options)
+    ours = dspine_mlx.batch_generate(model, tokenizer, PROMPTS, drafter, verify_length=3, **options)
+    assert (ours.texts, ours.token_ids) == (theirs.texts, theirs.token_ids)
+    for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    assert ours.caches is None
+    assert ours.stats.generation_tokens == sum(map(len, ours.token_ids))
+    assert ours.stats.prompt_tokens == sum(map(len, PROMPTS))
+    assert 0 < ours.stats.generation_steps < theirs.stats.generation_steps
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_tokens": [3]}, "max_tokens has 1 entries for 2 prompts"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"seeds": [1, 2, 3]}, "seeds has 3 entries for 2 prompts"),
+        ({"seeds": [1, -2]}, "seed"),
+        ({"verify_length": -1}, "verify_length is -1"),
+        ({"completion_batch_size": 0}, "completion_batch_size is 0"),
+        ({"sampler": dspine_mlx.Sampler(temp=1.0, top_k=4000)}, "top_k is 4000"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    model: nn.Module, tokenizer: TokenizerWrapper, wrong: dict[str, Any], said: str
+) -> None:
+    drafter = EVERY["dflash"](model)
+    with pytest.raises(dspine_mlx.InputError, match=said):
+        dspine_mlx.batch_generate(model, tokenizer, PROMPTS[:2], drafter, **wrong)

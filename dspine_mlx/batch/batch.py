@@ -1,6 +1,6 @@
 """Texts that share forwards: they join and leave between rounds."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -13,8 +13,27 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import Draft
 
 
+class Ahead(NamedTuple):
+    """A step of plain decoding that runs before the tokens it is fed have been read."""
+
+    fed: mx.array  # [B]
+    tokens: mx.array  # [B] that follow
+    logprobs: list[mx.array]  # [V] of each text
+    features: mx.array  # [B, 1, m*d]
+    keys: list[mx.array | None]  # random states of the texts before it
+    started: float  # the clock's reading
+
+    def keep(self, texts: list[int]) -> "Ahead":
+        at = mx.array(texts)
+        rows, keys = [self.logprobs[i] for i in texts], [self.keys[i] for i in texts]
+        return Ahead(self.fed[at], self.tokens[at], rows, self.features[at], keys, self.started)
+
+
 class Batch:
-    """The texts, the target's and the drafter's caches of all of them, and forwards over them."""
+    """The texts, the target's and the drafter's caches of all of them, and forwards over them.
+
+    ahead: a plain step that has been started; whoever does something else takes it back.
+    """
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.texts = drafter, list[BatchText]()
@@ -22,6 +41,7 @@ class Batch:
 
     def clear(self) -> None:
         """Caches without a text."""
+        self.ahead: Ahead | None = None
         model, widest = self.drafter.target.model, 1 + self.drafter.config.num_proposals
         self.target = TargetRows(model, make_prompt_cache(model), widest)
         self.context = DraftContexts(self.drafter)
@@ -38,6 +58,7 @@ class Batch:
 
     def join(self, text: BatchText) -> None:
         """Move a prefilled text in."""
+        self.cancel()
         own = text.text
         self.context.join(own.context.cache)
         self.target.join(own.cache)
@@ -52,15 +73,26 @@ class Batch:
         """A text leaves; if asked for, with its caches of mlx-lm's classes, the target's and then
         the drafter's. They hold all of the text, also its newest token."""
         at = self.texts.index(text)
+        if with_caches:
+            self.cancel()
         caches = self.extract(at) if with_caches else None
         staying = [i for i in range(len(self.texts)) if i != at]
         self.texts.pop(at)
         if staying:
             self.target.keep(staying)
             self.context.keep(staying)
+            self.ahead = self.ahead and self.ahead.keep(staying)
         else:
             self.clear()
         return caches
+
+    def cancel(self) -> None:
+        """Take back a step that was started ahead."""
+        if self.ahead is not None:
+            self.target.cancel()
+            for text, key in zip(self.texts, self.ahead.keys, strict=True):
+                text.key = key
+            self.ahead = None
 
     def extract(self, at: int) -> list[Any]:
         self.context.catch_up()
@@ -73,6 +105,7 @@ class Batch:
 
     def propose(self) -> list[AnyProposal]:
         """One forward of the drafter for all texts."""
+        self.cancel()
         return self.context.propose(self.anchors)
 
     def verify(self, drafts: list[Draft], length: int) -> tuple[mx.array, mx.array]:

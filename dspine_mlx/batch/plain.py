@@ -1,10 +1,13 @@
-"""Plain decoding of several texts: one token for each per forward of the target."""
+"""Plain decoding of several texts: one token for each per forward of the target.
+
+As in mlx-lm's batches, the next forward runs while the tokens of this one are read.
+"""
 
 import time
 
 import mlx.core as mx
 
-from dspine_mlx.batch.batch import Batch
+from dspine_mlx.batch.batch import Ahead, Batch
 from dspine_mlx.batch.policy import BatchPolicy
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.round.accept import normalised
@@ -13,9 +16,33 @@ from dspine_mlx.round.text import Token
 
 def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One step: a token for each text."""
-    texts, started = list(batch.texts), time.perf_counter()
-    fed = batch.anchors[:, None]
-    logits = batch.feed(fed)
+    texts, waiting, overlapped = list(batch.texts), time.perf_counter(), batch.ahead is not None
+    this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
+    for text, token in zip(texts, mx.split(this.fed, len(texts)), strict=True):
+        text.take_rows(token)
+    batch.features = this.features
+    batch.accept([1] * len(texts))
+    if policy.stays_plain(len(texts), batch.depth) and min(text.left for text in texts) > 1:
+        batch.ahead = step(batch, this.tokens)
+    tokens = this.tokens.tolist()
+    now = time.perf_counter()
+    seconds = now - this.started
+    # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
+    timed = overlapped and now - waiting > 0.5 * seconds
+    policy.plain_step(len(texts), seconds if timed else None, batch.depth)
+
+    blocks = []
+    for text, picked, row in zip(texts, tokens, this.logprobs, strict=True):
+        text.text.statistics.plain += 1
+        blocks.append(text.go_on([(picked, row, False)]))
+    return blocks
+
+
+def step(batch: Batch, fed: mx.array) -> Ahead:
+    """Start a forward over a token of each text [B], and the choice of the tokens that follow."""
+    texts, fed, started = batch.texts, fed.astype(mx.uint32), time.perf_counter()
+    keys = [text.key for text in texts]
+    logits = batch.feed(fed[:, None])
     logprobs = normalised(logits[:, 0])
     best = mx.argmax(logprobs, axis=-1)
     tokens, rows = [], []
@@ -24,19 +51,12 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
             tokens.append(best[i : i + 1])
             rows.append(logprobs[i])
         else:
-            token, row = sampled(text, fed[i], logits[i])
+            token, row = sampled(text, fed[i : i + 1], logits[i])
             tokens.append(token)
             rows.append(row)
-    picked = mx.concatenate(tokens)
-    mx.eval(picked, rows)
-    policy.plain_step(len(texts), time.perf_counter() - started, batch.depth)
-
-    batch.accept([1] * len(texts))
-    blocks = []
-    for i, (text, token) in enumerate(zip(texts, picked.tolist(), strict=True)):
-        text.text.statistics.plain += 1
-        blocks.append(text.go_on(fed[i], [(token, rows[i], False)]))
-    return blocks
+    picked = mx.concatenate([token.astype(mx.uint32) for token in tokens])
+    mx.async_eval(picked, rows)
+    return Ahead(fed, picked, rows, batch.features, keys, started)
 
 
 def sampled(text: BatchText, fed: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:

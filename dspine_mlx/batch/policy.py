@@ -15,7 +15,7 @@ from dspine_mlx.verify_length.calibration import mode_of
 from dspine_mlx.verify_length.chances import Chances
 from dspine_mlx.verify_length.schedule import Schedule, prepare
 
-CHECK = 2  # plain steps that are timed before texts are drafted for in a new number
+CHECK = 3  # plain steps that are timed before texts are drafted for in a new number
 MEMORY = 16  # rounds over which tokens and seconds fade
 
 
@@ -27,6 +27,9 @@ class BatchPolicy(Protocol):
 
     def plainly(self, texts: int, depth: int) -> bool:
         """Whether the next step is plain decoding of all texts."""
+
+    def stays_plain(self, texts: int, depth: int) -> bool:
+        """During a plain step: whether the next one will be plain, too, as far as is known."""
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         """Drafted tokens to offer, of each text."""
@@ -41,8 +44,8 @@ class BatchPolicy(Protocol):
     ) -> None:
         """A round is over, and took so many seconds."""
 
-    def plain_step(self, texts: int, seconds: float, depth: int) -> None:
-        """A step of plain decoding is over."""
+    def plain_step(self, texts: int, seconds: float | None, depth: int) -> None:
+        """A step of plain decoding is over; None: its time could not be told."""
 
 
 @dataclass
@@ -55,6 +58,9 @@ class FixedLength:
     def join(self, text: BatchText, texts: int, depth: int) -> None: ...
 
     def plainly(self, texts: int, depth: int) -> bool:
+        return self.tokens == 0
+
+    def stays_plain(self, texts: int, depth: int) -> bool:
         return self.tokens == 0
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
@@ -70,7 +76,7 @@ class FixedLength:
         verifying: float,
     ) -> None: ...
 
-    def plain_step(self, texts: int, seconds: float, depth: int) -> None: ...
+    def plain_step(self, texts: int, seconds: float | None, depth: int) -> None: ...
 
 
 class Scheduled:
@@ -102,9 +108,17 @@ class Scheduled:
     def plainly(self, texts: int, depth: int) -> bool:
         if self.check:
             return True
-        draft = self.costs.draft(texts, depth) / self.costs.plain(texts, depth)
-        self.probing = self.budget.spent and self.budget.probe_due(draft)
+        self.probing = self.probe_due(texts, depth)
         return self.budget.spent and not self.probing
+
+    def stays_plain(self, texts: int, depth: int) -> bool:
+        if self.check:
+            return self.check > 1
+        return self.budget.spent and not self.probe_due(texts, depth)
+
+    def probe_due(self, texts: int, depth: int) -> bool:
+        draft = self.costs.draft(texts, depth) / self.costs.plain(texts, depth)
+        return self.budget.spent and self.budget.probe_due(draft)
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         self.known, self.depth = [], depth
@@ -148,8 +162,9 @@ class Scheduled:
         else:
             self.budget.round_over(gain)
 
-    def plain_step(self, texts: int, seconds: float, depth: int) -> None:
-        self.costs.learn_plain(texts, depth, seconds)
+    def plain_step(self, texts: int, seconds: float | None, depth: int) -> None:
+        if seconds is not None:
+            self.costs.learn_plain(texts, depth, seconds)
         self.check = max(0, self.check - 1)
         self.budget.since += 1
 

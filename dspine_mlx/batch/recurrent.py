@@ -38,6 +38,10 @@ class RecurrentRows:
     def keep(self, texts: list[int]) -> None:
         for cache in self.caches:
             cache.filter(mx.array(texts))
+        self.before = [
+            [None if state is None else state[mx.array(texts)] for state in states]
+            for states in self.before
+        ]
 
     @contextmanager
     def verifying(self, width: int) -> Iterator[None]:
@@ -50,6 +54,11 @@ class RecurrentRows:
             return
         with self.recorder.recording(self.records, width):
             yield
+
+    def cancel(self) -> None:
+        """Take the newest forward back altogether."""
+        for cache, states in zip(self.caches, self.before, strict=True):
+            cache.cache = list(states)
 
     def accept(self, rows: list[int]) -> None:
         """Keep the first rows[i] >= 1 rows of each text i."""

@@ -48,7 +48,8 @@ def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     blocks = []
     for i, (text, draft, (n, following)) in enumerate(zip(texts, drafts, outcomes, strict=True)):
         block = text.text.keep(draft.tokens[:n], following, rows[i])
-        blocks.append(text.go_on(fed[i], block))
+        text.take_rows(fed[i, : len(block)])
+        blocks.append(text.go_on(block))
     batch.accept([len(block) for block in blocks])
     accepted = [
         text.text.statistics.record(length, block)

@@ -105,6 +105,11 @@ class TargetRows:
         with self.recurrent.verifying(width):
             yield
 
+    def cancel(self) -> None:
+        """Take the forward since the last `accept` back altogether. In a ring, a single row only
+        has been written over a position that no later row sees."""
+        self.recurrent.cancel()
+
     def accept(self, rows: list[int]) -> None:
         """Keep the first rows[i] >= 1 of the rows just fed of each text i."""
         self.recurrent.accept(rows)

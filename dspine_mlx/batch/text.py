@@ -75,12 +75,14 @@ class BatchText:
         self.text.fed = fed
         return TargetLogits(self.text.processed(logits))
 
-    def go_on(self, fed: mx.array, block: list[Token]) -> list[Token]:
-        """The text grows by a block; fed: tokens whose rows it has now."""
-        text = self.text
-        if text.processors or text.draft_filter:
-            text.history = mx.concatenate([text.history, fed[: len(block)]])
+    def take_rows(self, fed: mx.array) -> None:
+        """Tokens fed [n] are the text's: it has their rows now."""
+        if self.text.processors or self.text.draft_filter:
+            self.text.history = mx.concatenate([self.text.history, fed])
+
+    def go_on(self, block: list[Token]) -> list[Token]:
+        """The text grows by a block, whose last token is the next anchor."""
         self.left -= len(block)
-        self.over = self.left < 1 or text.ends_with(block)
-        text.pending = mx.array([block[-1][0]], fed.dtype)
+        self.over = self.left < 1 or self.text.ends_with(block)
+        self.text.pending = mx.array([block[-1][0]], mx.uint32)
         return block

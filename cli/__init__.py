@@ -11,10 +11,12 @@ import typer
 from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
 from dspine_mlx.cli.calibrate import calibrate
+from dspine_mlx.cli.chat import chat
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
+from dspine_mlx.cli.models import models
 from dspine_mlx.cli.options import SeveralValues
 from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
@@ -29,8 +31,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=SeveralValues)(generate)
+app.command()(chat)
 app.command()(convert)
 app.command()(inspect)
+app.command()(models)
 app.command()(bench)
 app.command()(doctor)
 app.command()(report)

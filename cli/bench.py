@@ -18,8 +18,8 @@ def bench(
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help="Drafter: a folder or Hub id. Without one that fits the target, only mlx-lm's "
-            "own ways are measured.",
+            help="Drafter: a folder or Hub id, or 'auto'. Without one that fits the target, only "
+            "mlx-lm's own ways are measured.",
             rich_help_panel=PAIR,
         ),
     ] = None,
@@ -96,6 +96,7 @@ def bench(
     """
     from dspine_mlx.cli.bench_runs import alone, at_once, load_pair
     from dspine_mlx.cli.bench_tables import check_plot, draw
+    from dspine_mlx.cli.drafter import chosen
     from dspine_mlx.measure.compare import verify_length
     from dspine_mlx.measure.prompts import load_suite
 
@@ -116,6 +117,7 @@ def bench(
     positions = whole_numbers("--depths", depths)
     messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
     settings = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp, "repeat": repeat}
+    draft_model, _ = chosen(model, draft_model)
     if concurrency is not None:
         results = [at_once(concurrency, (model, draft_model), ways, messages, settings)]
     else:

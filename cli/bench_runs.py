@@ -31,6 +31,7 @@ from dspine_mlx.measure.compare import (
 from dspine_mlx.measure.phases import split
 from dspine_mlx.measure.prompts import Messages
 from dspine_mlx.measure.server_load import Request, check_way, compare_modes, serving
+from dspine_mlx.models.choose import hint
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
@@ -40,7 +41,7 @@ def load_pair(
     model: str | None, draft_model: str | None, temp: float, ways: list[str]
 ) -> tuple[Pair, list[str]]:
     """The pair, and the ways it can be decoded in; a drafter that does not fit is only said."""
-    reason = "there is no --draft-model"
+    reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
     if model is None or draft_model is None:
         target, tokenizer, drafter = load(model, draft_model)
     else:

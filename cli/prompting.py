@@ -119,3 +119,18 @@ def apply_template(
             "this model's chat template makes nothing of the prompt; use --ignore-chat-template"
         )
     return ids
+
+
+def chat_text(
+    tokenizer: "TokenizerWrapper", messages: list[dict[str, str]], arguments: dict[str, Any]
+) -> str:
+    """The text that the chat template makes of messages, up to where the answer begins."""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **arguments
+            )
+        )
+    except Exception as error:  # noqa: BLE001  a template is a program of the model's publisher
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"this model's chat template fails on the message: {reason}") from error

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
@@ -25,6 +24,15 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.models.choose import AUTO, choose
+from dspine_mlx.models.fit import check_configs
+from dspine_mlx.models.hub import (
+    DOWNLOAD_ERRORS,
+    check_reachable,
+    folder_of,
+    not_downloaded,
+    online,
+)
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 from dspine_mlx.target.row_kernels import prepare
@@ -48,14 +56,19 @@ def load(
     """A target, its tokenizer, and a drafter bound to it.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
-    comes without a drafter (None). kernels, draft_quant: see `load_drafter`. options go to
+    comes without a drafter (None). draft "auto": the registry's first drafter for this model.
+    kernels, draft_quant: see `load_drafter`. options go to
     mlx_lm.load (tokenizer_config, adapter_path ...).
     """
-    if model is None and draft is None:
+    if model is None and draft in (None, AUTO):
         model, draft = DEMO / "target", DEMO / "drafter"
     if model is None:
         raise InputError(f"the drafter {draft} needs its target; name the model it was trained for")
+    if draft == AUTO:
+        draft, draft_revision, _ = choose(str(model))
     if draft is not None:  # before the target's weights, which may take a minute
+        if folder_of(draft) is None or folder_of(model) is None:
+            check_configs(model, draft, draft_revision)
         read_config(resolve(draft, draft_revision))
     folder = resolve(model, revision, DEFAULT_ALLOW_PATTERNS)
     read_config(folder)
@@ -149,23 +162,23 @@ def resolve(
     path: str | Path, revision: str | None = None, patterns: Sequence[str] = DRAFTER_FILES
 ) -> Path:
     """The local folder of a model; a Hub id is downloaded first (resumed, with progress)."""
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError as error:  # ~somebody, or ~ of a user without a home
-        raise InputError(f"{path} can't be found: {error}") from error
-    if folder.is_dir():
+    folder = folder_of(path)
+    if folder is not None:
         return folder
-    if folder.exists():
-        raise InputError(f"{path} is a file; give the folder that holds config.json")
-    if isinstance(path, Path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise InputError(f"there is no folder {path}; give a model folder or a Hub id owner/name")
+    here = not online()
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"{path} is no folder here and could not be downloaded from the Hub: {reason}"
-        ) from error
+        return Path(
+            snapshot_download(
+                str(path),
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=here,
+            )
+        )
+    except DOWNLOAD_ERRORS as error:
+        if here:
+            check_reachable(str(path))
+        raise not_downloaded(path, error) from error
 
 
 def check_context(config: dict[str, Any], prompt_tokens: int) -> None:

@@ -21,7 +21,7 @@ class ChainProposal(ABC):
     """
 
     def __init__(self, slots: int, tokens: mx.array):
-        self.slots, self.tokens = slots, tokens  # M, and the pool's token ids [P]
+        self.slots, self.tokens = slots, tokens  # M, and the pool's token ids [P], ascending
 
     @property
     def candidates(self) -> mx.array:
@@ -68,29 +68,35 @@ class ChainProposal(ABC):
         kernels: Kernels = OFF,
     ) -> list[tuple[mx.array, mx.array]]:
         """Walks side by side, one per noise [M, P]; see `Proposal.paths`."""
-        state, noise = self.start(len(noises)), mx.stack(noises, axis=1)
-        rows, picks = [], []
+        shaped = (lambda _, row: row) if reshape is None else (lambda _, row: reshape(row))
+        picks, rows = self.walk(mx.stack(noises, axis=1), shaped)
+        return list(zip(picks, mx.softmax(rows * scale, axis=-1), strict=True))
+
+    def walk(
+        self, noise: mx.array, shaped: Callable[[int, mx.array], mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """The picks [N, M] of argmax(shaped(slot, scores) + noise) with noise [M, N, P], slot after
+        slot, and the shaped scores [N, M, P]."""
+        state, picks, rows = self.start(noise.shape[1]), [], []
         for slot in range(self.slots):
             row, state = self.scores(slot, state)
-            row = row if reshape is None else reshape(row)
-            picked = mx.argmax(row + noise[slot], axis=-1)
-            rows.append(row)
-            picks.append(picked)
+            rows.append(shaped(slot, row))
+            picks.append(mx.argmax(rows[-1] + noise[slot], axis=-1))
             if slot + 1 < self.slots:
-                state = self.follow(state, picked)
-        probs = mx.softmax(mx.stack(rows, axis=1) * scale, axis=-1)
-        return list(zip(mx.stack(picks, axis=1), probs, strict=True))
+                state = self.follow(state, picks[-1])
+        return mx.stack(picks, axis=1), mx.stack(rows, axis=1)
 
 
 AnyProposal = Proposal | SlotwiseProposal | ChainProposal
 
 
 def shared_pool(base: mx.array, size: int = POOL) -> mx.array | None:
-    """Columns of base scores [M, V] that lie closest below the best one of some slot; None: all.
+    """Columns of base scores [M, V], ascending, that lie closest below the best one of some slot;
+    None: all.
 
     Every slot's best token is in it.
     """
     if base.shape[1] <= size:
         return None
     below = (base - base.max(axis=-1, keepdims=True)).max(axis=0)
-    return mx.argpartition(-below, size - 1)[:size]
+    return mx.sort(mx.argpartition(-below, size - 1)[:size])

@@ -65,8 +65,8 @@ def decode(
     finally:
         with mx.stream(stream):
             text.settle()
+            warn_of_misfit(text)
             text.statistics.verdict = policy.verdict(text.position)
-        warn_of_misfit(text)
 
 
 def warn_of_misfit(text: Text) -> None:

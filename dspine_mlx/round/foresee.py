@@ -13,6 +13,7 @@ which sums to 1 over the candidates. The most probable one is drafted. As the ta
 decides which drafts are accepted, a wrong guess only costs acceptance.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
@@ -44,6 +45,27 @@ def foresee(
     u = u[:, None, None]
     chances = mx.log(mx.maximum(reached(start, u, error) - reached(start + q, u, error), 0))
     return chances[0, 0], chances[1:]
+
+
+def foresee_slots(
+    tokens: mx.array, sampler: Sampler, state: mx.array, slots: int, error: float = ERROR
+) -> Callable[[int, mx.array], mx.array]:
+    """The same slot by slot: from scores [n, P] of ascending tokens [P] to their log chances."""
+    u, coins = uniforms(sampler, state, slots)
+    special = mx.array(sampler.xtc_special_tokens or [-1])
+    ordinary = mx.all(tokens[:, None] != special, axis=-1)
+
+    def chances(slot: int, rows: mx.array) -> mx.array:
+        excluded = None
+        if coins is not None:
+            excluded = (ordinary & (coins[slot] <= sampler.xtc_probability))[None]
+        q = sampler.draft_probs(rows, excluded)
+        end = mx.cumsum(q, axis=-1)
+        return mx.log(
+            mx.maximum(reached(end - q, u[slot], error) - reached(end, u[slot], error), 0)
+        )
+
+    return chances
 
 
 def reached(boundary: mx.array, u: mx.array, error: float) -> mx.array:

@@ -10,7 +10,7 @@ from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
 from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
-from dspine_mlx.round.foresee import draws_by_inverse_cdf, foresee
+from dspine_mlx.round.foresee import draws_by_inverse_cdf, foresee, foresee_slots
 from dspine_mlx.round.sampler import Sampler
 
 Stops = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
@@ -76,9 +76,11 @@ def select(
     draws come from `mx.random`'s global state, which a seeded one leaves as it is.
     """
     if sampler is not None and sampler.seeded:
-        if draws_by_inverse_cdf() and not isinstance(proposal, ChainProposal):
+        if draws_by_inverse_cdf() and isinstance(proposal, ChainProposal):
+            return foreseen_chain(proposal, sampler, stops)
+        if draws_by_inverse_cdf():
             return foreseen(proposal.ranked(), sampler, kernels, stops)
-        sampler = None  # a chain is not known before it is walked: its greedy path is drafted
+        sampler = None
     if sampler is None and isinstance(proposal, SlotwiseProposal):
         tokens, chances = proposal.greedy_tokens(), proposal.confidence
         draft = Draft(tokens, tokens[:, None], None)
@@ -119,6 +121,15 @@ def foreseen(proposal: Proposal, sampler: Sampler, kernels: Kernels, stops: Stop
     path, chances = walk(first, transitions, noise, 1.0, kernels)
     tokens = tokens_on(proposal, path)
     return Draft(tokens, tokens[:, None], None, Evidence(tokens, chances, stops))
+
+
+def foreseen_chain(proposal: ChainProposal, sampler: Sampler, stops: Stops) -> Draft:
+    shaped = foresee_slots(proposal.tokens, sampler, mx.random.state[0], proposal.slots)
+    (path,), (rows,) = proposal.walk(mx.zeros((proposal.slots, 1, 1)), shaped)
+    tokens = tokens_on(proposal, path)
+    return Draft(
+        tokens, tokens[:, None], None, Evidence(tokens, few(mx.softmax(rows, axis=-1)), stops)
+    )
 
 
 def tokens_on(proposal: Proposal | ChainProposal, path: mx.array) -> mx.array:

@@ -107,6 +107,15 @@ class Call:
             "tokens_per_second": None if self.speed is None else round(self.speed, 2),
         }
 
+    def figures(self) -> dict[str, Any]:
+        """What the server's page shows of a request: no text."""
+        return self.usage() | {
+            "status": 200 if self.failure is None else self.failure.status,
+            "prompt_tokens": len(self.prompt),
+            "tokens": len(self.tokens),
+            "first_token": self.first_token,
+        }
+
     def summary(self) -> str:
         """One line for the log: figures, never text."""
         status = self.failure.status if self.failure is not None else 200
@@ -217,6 +226,11 @@ class Calls:
     def in_progress(self) -> list[tuple]:
         with self.lock:
             return list(self.taken.values())
+
+    def running(self) -> list[Call]:
+        """Those that the generation thread works on."""
+        with self.lock:
+            return list(self.taken)
 
     def close(self, failure: Failed) -> None:
         """Fail all of them, and those to come."""

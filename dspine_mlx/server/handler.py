@@ -20,6 +20,7 @@ from dspine_mlx.server.grammar import compile_format
 from dspine_mlx.server.health import health
 from dspine_mlx.server.images import image_parts, inline_images
 from dspine_mlx.server.metrics import CONTENT_TYPE
+from dspine_mlx.server.page import HEADERS, PAGE, figures, password
 from dspine_mlx.server.provider import DEFAULT
 from dspine_mlx.server.validation import checked, parse_body
 
@@ -47,6 +48,8 @@ class Handler(host.APIHandler):
         route = self.path.partition("?")[0]
         if route == "/health":
             self.handle_health_check()
+        elif route in ("/", "/figures"):
+            self.handle_page(route)
         elif not self.authorized():
             self.refuse(UNAUTHORIZED)
         elif route == "/metrics":
@@ -148,6 +151,26 @@ class Handler(host.APIHandler):
             return True
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")  # its bytes
         return any(hmac.compare_digest(given, b"Bearer " + key) for key in self.options.key_bytes)
+
+    def handle_page(self, route: str) -> None:
+        """The page and its figures, which a browser may also ask for with the key as a password. No
+        other origin can read them."""
+        given = password(self.headers.get("Authorization", ""))
+        keys = self.options.key_bytes if given is not None else ()
+        if not self.authorized() and not any(hmac.compare_digest(given or b"", k) for k in keys):
+            content, kind = UNAUTHORIZED.body, "application/json"
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="dspine-mlx", charset="UTF-8"')
+        else:
+            state = json.dumps(figures(self.response_generator)) if route == "/figures" else ""
+            content, kind = state.encode() or PAGE, "application/json" if state else "text/html"
+            self.send_response(200)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     # ---- completions
 

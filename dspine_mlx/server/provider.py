@@ -17,6 +17,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
+from dspine_mlx.models.choose import AUTO, choose, hint
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.options import ANY, Options
@@ -34,6 +35,8 @@ class Provider(host.ModelProvider):
     def __init__(self, cli_args: Namespace, options: Options):
         if cli_args.model is None:
             default_pair(cli_args)
+        elif cli_args.draft_model in (None, AUTO):
+            automatic_drafter(cli_args)
         super().__init__(cli_args)
         if self.is_distributed and cli_args.draft_model is not None:
             raise InputError("drafting is for one machine; start without --draft-model")
@@ -185,7 +188,7 @@ class Provider(host.ModelProvider):
 
 def default_pair(cli_args: Namespace) -> None:
     """Without --model: the pair that ships with the package."""
-    if cli_args.draft_model is not None:
+    if cli_args.draft_model not in (None, AUTO):
         raise InputError(
             f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "
             "was trained for"
@@ -194,6 +197,16 @@ def default_pair(cli_args: Namespace) -> None:
     logging.warning(
         "no --model was given: serving the small demonstration pair that ships with dspine-mlx"
     )
+
+
+def automatic_drafter(cli_args: Namespace) -> None:
+    """--draft-model auto: the registry's; without one, say which would fit."""
+    if cli_args.draft_model is None:
+        logging.warning(f"no --draft-model, so plain decoding: {hint(cli_args.model)}")
+        return
+    choice = choose(cli_args.model)
+    cli_args.draft_model = choice.id
+    logging.warning(f"--draft-model auto: {choice.id}")
 
 
 def reachable(address: str) -> bool:

@@ -7,7 +7,8 @@ at first sight, since few of its drafts are accepted either.
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 ERROR_RATE = 0.01  # most good pairs in a hundred that are ever warned about
 HARD = 8.0  # hard text has this many times fewer first tokens accepted than the pair's usual text
@@ -41,6 +42,24 @@ class Misfit:
     tokens: int = 0  # of all rounds, the target's own included
     log_ratio: float = 0.0
     over: bool = field(default=False, init=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Misfit":
+        """From JSON of an earlier process, whose test goes on; one that came to its end says what
+        to expect. ValueError, KeyError or TypeError when it is none."""
+        expected = None if data["expected"] is None else float(data["expected"])
+        rounds, accepted, tokens = (int(data[name]) for name in ("rounds", "accepted", "tokens"))
+        sums = [float(data["promised"]), float(data["log_ratio"])]
+        if not 0 <= accepted <= rounds <= tokens or not all(map(math.isfinite, sums)):
+            raise ValueError("counts of accepted tokens contradict each other")
+        if expected is not None and not 0 <= expected <= 1:
+            raise ValueError("expected is not a share")
+        if rounds >= ROUNDS:
+            return cls(accepted / rounds)
+        return cls(expected, rounds, accepted, sums[0], tokens, sums[1])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "over"}
 
     def round_over(self, accepted: int, chance: float | None = None) -> str | None:
         """The warning, at the round that makes it due.

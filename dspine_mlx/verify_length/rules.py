@@ -61,6 +61,7 @@ def contested(copied: Floats, drafted: Floats, agreed: int) -> tuple[list[float]
     draft with chance c, independently, but not both, they are with p (1 - c) / (1 - p c) and
     c (1 - p) / (1 - p c). Tokens that both propose have the greater of the two chances.
     """
+    agreed = min(agreed, len(copied), len(drafted))
     shared = [max(pair) for pair in zip(copied[:agreed], drafted[:agreed], strict=False)]
     ours, others = shared + list(copied[agreed:]), shared + list(drafted[agreed:])
     if agreed < min(len(copied), len(drafted)):

@@ -81,7 +81,8 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
 
     Costs that contradict themselves are measured once more, and not kept if they still do.
     """
-    curve, budgets = read_costs(drafter)
+    curve, budgets, misfit = read_costs(drafter)
+    drafter.misfit = misfit or drafter.misfit
     if curve is not None:
         return curve, budgets, True
     curve = profiling.measure(drafter)

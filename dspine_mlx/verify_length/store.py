@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -23,6 +23,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.costs import Curve
+from dspine_mlx.verify_length.misfit import Misfit
 
 log = logging.getLogger(__name__)
 FORMAT = "2"
@@ -30,11 +31,20 @@ SHIPPED = "calibration.json"  # in a drafter's folder
 UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, OSError)  # of JSON that isn't ours
 
 
-def read_costs(drafter: Drafter) -> tuple[Curve | None, dict[str, Budget]]:
-    """The pair's curve, and the budget of each serving mode when the last text ended."""
+class Shown(NamedTuple):
+    """What a pair has shown so far: its curve, the budget of each serving mode, and how well the
+    drafter fits."""
+
+    curve: Curve | None = None
+    budgets: dict[str, Budget] = {}
+    misfit: Misfit | None = None
+
+
+def read_costs(drafter: Drafter) -> Shown:
+    """What the pair had shown when its last text ended; nothing without a usable file."""
     path = costs_path(drafter)
     if not path.is_file():
-        return None, {}
+        return Shown()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         curve = Curve.from_dict(data["curve"])
@@ -44,15 +54,17 @@ def read_costs(drafter: Drafter) -> tuple[Curve | None, dict[str, Budget]]:
         if curve.contradiction():
             raise ValueError(curve.contradiction())
         budgets = {str(m): Budget.from_dict(b) for m, b in data.get("budgets", {}).items()}
+        misfit = Misfit.from_dict(data["misfit"]) if "misfit" in data else None
     except UNUSABLE as error:
         log.warning("%s can't be used (%s); the costs are measured again", path, error)
-        return None, {}
-    return curve, budgets
+        return Shown()
+    return Shown(curve, budgets, misfit)
 
 
 def write_costs(drafter: Drafter, curve: Curve, budgets: Mapping[str, Budget]) -> None:
     data = {"key": pair_key(drafter), "pair": describe(drafter), "curve": asdict(curve)}
     data["budgets"] = {mode: asdict(budget) for mode, budget in budgets.items()}
+    data["misfit"] = drafter.misfit.as_dict()
     write_json(costs_path(drafter), data)
 
 

@@ -16,7 +16,7 @@ import dspine_mlx
 from dspine_mlx.drafters.chain import ChainProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.round.select import Draft, evidence
+from dspine_mlx.round.select import Draft, evidence, select
 from dspine_mlx.verify_length.fit import calibrate, record
 from dspine_mlx.verify_length.store import load_calibrations, save_calibrations
 from tests.round.test_losslessness import Toy, chosen, distance, law_of_round, policy
@@ -243,3 +243,50 @@ def test_structured_text_is_the_targets(pair: Pair, tokenizer: TokenizerWrapper)
         max_tokens=24,
     )
     assert same_steps(ours, plain)
+
+
+SEEDED = {
+    "temperature": Sampler(temp=1.0, seeded=True),
+    "xtc": Sampler(
+        temp=1.0,
+        xtc_probability=0.5,
+        xtc_threshold=0.05,
+        xtc_special_tokens=(9, 31),
+        seeded=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["dspark", "domino"])
+@pytest.mark.parametrize("sampler", SEEDED.values(), ids=SEEDED)
+def test_chains_foresee_seeded_draws(
+    name: str, sampler: Sampler, bigram: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    """The seed's own text, and more of it from drafts than the greedy path would give."""
+    drafter, prompt = KNOWING[name](bigram, 0.1), prompt_for(bigram, 9)
+    mx.random.seed(3)
+    plain = plain_steps(bigram, tokenizer, prompt, sampler=sampler.function, max_tokens=120)
+    rounds = {}
+    for how, own in (("foreseen", sampler), ("greedy path", sampler.function)):
+        mx.random.seed(3)
+        options: dict[str, Any] = {"sampler": own, "max_tokens": 120, "verify_length": 5}
+        responses = list(
+            dspine_mlx.stream_generate(bigram, tokenizer, prompt, drafter, lookup=False, **options)
+        )
+        assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+        rounds[how] = responses[-1].rounds
+    assert rounds["foreseen"] < 0.8 * rounds["greedy path"]
+
+
+def test_a_chain_and_a_table_foresee_the_same() -> None:
+    """Over all tokens of a small vocabulary they are the same proposal."""
+    small = tiny_target(vocab_size=40)
+    features = mx.random.normal((1, 5, 64), key=mx.random.key(1))
+    for seed in range(6):
+        sampler, paths = Sampler(temp=1.5, top_p=0.9, seeded=True), []
+        for pool in (40, 0):
+            drafter = EVERY["dspark"](small, vocab_size=40, top_k=40, candidate_pool=pool)
+            mx.random.seed(seed)
+            proposal = drafter.propose(1, features, drafter.make_cache())
+            paths.append(select(proposal, sampler).tokens.tolist())
+        assert paths[0] == paths[1]

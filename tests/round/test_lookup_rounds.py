@@ -229,3 +229,20 @@ def test_lookups_cease_where_nothing_repeats() -> None:
         auto.copies.learn(copy, [9])
     assert sum(offered) <= 24
     assert not any(offered[36:])
+
+
+def test_copies_that_disappoint_when_offered_are_offered_less() -> None:
+    """Matches look good in general, but never where they are chosen over the draft."""
+    costs = Costs(Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 4, (1.0,) * 4)))
+    auto, offered = Auto(costs, uncalibrated(3), clock=lambda: 0.0), []
+    auto.start_text(Statistics(), lambda x: x, 64)
+    draft = Draft(mx.array([5, 6, 7]), mx.array([[5], [6], [7]]), None)
+    copied = Draft(mx.array([1, 2, 3]), mx.array([[1], [2], [3]]), None, copied=[0.8] * 3)
+    for _ in range(100):
+        length = auto.copied_length(copied, draft, 3, 64)
+        offered.append(length > 0)
+        if length:
+            auto.learn(0, length)
+        auto.count(2.0, 1.1, 1 / 16)  # the drafter's rounds bring two tokens
+    assert offered[0]
+    assert sum(offered) < 20

@@ -261,7 +261,8 @@ def start(module: str, folder: Path, *flags: str) -> Server:
     return Server(process, port, log)
 
 
-def wait_until_up(server: Server, seconds: float = 60) -> Server:
+def wait_until_up(server: Server, seconds: float = 180) -> Server:
+    """The server, once it answers; one that does not is ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and server.process.poll() is None:
         try:
@@ -270,6 +271,7 @@ def wait_until_up(server: Server, seconds: float = 60) -> Server:
         except OSError:
             pass
         time.sleep(0.05)
+    server.process.kill()
     raise AssertionError(f"the server is not up: {server.log.read_text()}")
 
 

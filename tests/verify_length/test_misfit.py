@@ -1,6 +1,8 @@
 """The warning about a drafter that loads but does not fit: its error rate, by simulation."""
 
+import json
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,3 +103,40 @@ def test_a_texts_rounds_are_counted_from_its_histograms() -> None:
     nothing = Misfit(0.6)
     said = [nothing.text_over(Counter({0: 50}), Counter({3: 50})) for _ in range(4)]
     assert [text is None for text in said] == [True, False, True, True]
+
+
+def test_the_test_goes_on_in_the_next_process() -> None:
+    """A drafter that is parked after a few rounds of every text is noticed all the same."""
+    misfit, rounds = Misfit(), 0
+    for _ in range(ROUNDS // 6):
+        misfit = Misfit.from_dict(json.loads(json.dumps(misfit.as_dict())))
+        said = warned(misfit, np.zeros(6, int))
+        rounds += 6
+        if said is not None:
+            break
+    whole = warned(Misfit(), np.zeros(ROUNDS, int))
+    assert whole is not None
+    assert whole <= rounds < whole + 6
+
+
+def test_a_test_that_ended_well_says_what_to_expect() -> None:
+    random, misfit = np.random.default_rng(8), Misfit()
+    assert warned(misfit, drawn(random, 0.7)) is None
+    share = misfit.accepted / misfit.rounds
+    following = Misfit.from_dict(misfit.as_dict())
+    assert (following.expected, following.rounds, following.over) == (share, 0, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"accepted": 3},
+        {"rounds": -1},
+        {"log_ratio": float("nan")},
+        {"expected": 2},
+        {"tokens": "x"},
+    ],
+)
+def test_counts_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Misfit.from_dict(Misfit(None, 2, 1, 0.8, 3, 0.1).as_dict() | wrong)

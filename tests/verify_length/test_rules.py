@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.verify_length.rules import sampled_verify_length, token_values, verify_length
+from dspine_mlx.verify_length.rules import (
+    contested,
+    sampled_verify_length,
+    token_values,
+    verify_length,
+)
 
 chance = st.floats(0.01, 0.99)
 chances = st.lists(chance, min_size=6, max_size=6)
@@ -100,3 +105,26 @@ def test_tokens_of_an_easy_text_are_worth_less() -> None:
     easy, hard = [1.0] * 4, [1e-9] * 4
     assert token_values(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.4
     assert token_values(hard, seconds, 0.0, 1.0, rate=2.0)[0] == pytest.approx(0.75)
+
+
+@given(
+    copied=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4),
+    drafted=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4),
+    agreed=st.integers(0, 4),
+)
+def test_where_two_chains_differ_at_most_one_is_right(
+    copied: list[float], drafted: list[float], agreed: int
+) -> None:
+    ours, others = contested(copied, drafted, agreed)
+    assert (len(ours), len(others)) == (len(copied), len(drafted))
+    common = min(agreed, len(copied), len(drafted))
+    assert ours[:common] == others[:common] == list(map(max, copied, drafted))[:common]
+    if agreed < min(len(copied), len(drafted)):
+        p, c = copied[agreed], drafted[agreed]
+        cases = {(a, b): (p if a else 1 - p) * (c if b else 1 - c) for a in (0, 1) for b in (0, 1)}
+        del cases[1, 1]
+        total = sum(cases.values())
+        assert ours[agreed] == pytest.approx(cases[1, 0] / total)
+        assert others[agreed] == pytest.approx(cases[0, 1] / total)
+        assert ours[agreed + 1 :] == copied[agreed + 1 :]
+        assert others[agreed + 1 :] == drafted[agreed + 1 :]

@@ -15,7 +15,7 @@ from dspine_mlx.batch.policy import BatchPolicy
 from dspine_mlx.batch.speculate import speculate
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.round.decode import Prefill
+from dspine_mlx.round.decode import Prefill, warn_of_misfit
 from dspine_mlx.round.text import Text, Token
 
 
@@ -77,6 +77,7 @@ class Decoding:
                     if text.over:
                         request = running[text]
                         request.caches = batch.leave(text, request.return_caches)
+                        warn_of_misfit(text.text)
                 if count % 256 == 0:
                     mx.clear_cache()
             for text, block in blocks.items():

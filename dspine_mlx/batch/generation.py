@@ -167,9 +167,10 @@ class Generation:
             for queue, asked in zip(tokens, self.asked, strict=True)
             for own in [(asked.max_tokens, asked.statistics, asked.speed)]
         ]
+        places = {request: index for index, request in enumerate(requests)}
         with closing(decoding.run(requests)) as run:
             for request, token in run:
-                index = requests.index(request)
+                index = places[request]
                 tokens[index].append(token)
                 self.asked[index].caches = request.caches or []
                 yield index, next(streams[index])

@@ -173,4 +173,6 @@ def batch_policy(verify_length: int | str, drafter: Drafter) -> BatchPolicy:
     """The policy that `verify_length` names: a number of tokens, or "auto"."""
     if isinstance(verify_length, int):
         return FixedLength(min(verify_length, drafter.config.num_proposals))
-    return Scheduled(drafter.schedule or prepare(drafter))
+    schedule = drafter.schedule or prepare(drafter)
+    schedule.batch = schedule.batch or Scheduled(schedule)
+    return schedule.batch

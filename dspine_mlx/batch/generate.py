@@ -74,7 +74,7 @@ def batch_generate(
     return BatchResponse(
         [batch.tokenizer.decode(ids) for ids in tokens],
         stats,
-        [asked.caches for asked in batch.asked] if return_prompt_caches else None,
+        [entry.caches for entry in batch.entries] if return_prompt_caches else None,
         tokens if return_token_ids else None,
         logprobs if return_logprobs else None,
     )

@@ -49,7 +49,7 @@ Response = tuple[int, GenerationResponse]  # a prompt's index, and its next toke
 
 
 @dataclass
-class Asked:
+class Entry:
     """What is asked for one prompt, and what comes of it."""
 
     prompt: mx.array
@@ -83,7 +83,7 @@ class Generation:
 
     drafter: Drafter
     tokenizer: TokenizerWrapper
-    asked: list[Asked]
+    entries: list[Entry]
     verify_length: int | str
     most: int  # texts at once
     step: int  # of prefill
@@ -133,12 +133,12 @@ class Generation:
             each("prompt_caches", prompt_caches, count),
             each("draft_filter", draft_filter, count),
         )
-        asked = [Asked(*row) for row in zip(*columns, strict=True)]
-        for one in asked:
-            if isinstance(one.sampler, Sampler):
-                check_top_k(one.sampler.top_k, vocabulary)
+        entries = [Entry(*row) for row in zip(*columns, strict=True)]
+        for entry in entries:
+            if isinstance(entry.sampler, Sampler):
+                check_top_k(entry.sampler.top_k, vocabulary)
         limits = (verify_length, completion_batch_size, prefill_step_size, max_kv_size)
-        return cls(bound, tokenizer, asked, *limits, stream)
+        return cls(bound, tokenizer, entries, *limits, stream)
 
     def responses(self) -> Generator[Response, None, None]:
         model = self.drafter.target.model
@@ -160,79 +160,79 @@ class Generation:
     def together(self) -> Generator[Response, None, None]:
         policy = batch_policy(self.verify_length, self.drafter)
         decoding = Decoding(self.drafter, policy, self.most, self.stream, self.work)
-        requests = [self.request(asked) for asked in self.asked]
+        requests = [self.request(entry) for entry in self.entries]
         tokens = [deque[Token]() for _ in requests]
         streams = [
-            to_responses(popped(queue), self.tokenizer, asked.prompt.size, *own)
-            for queue, asked in zip(tokens, self.asked, strict=True)
-            for own in [(asked.max_tokens, asked.statistics, asked.speed)]
+            to_responses(popped(queue), self.tokenizer, entry.prompt.size, *own)
+            for queue, entry in zip(tokens, self.entries, strict=True)
+            for own in [(entry.max_tokens, entry.statistics, entry.speed)]
         ]
         places = {request: index for index, request in enumerate(requests)}
         with closing(decoding.run(requests)) as run:
             for request, token in run:
                 index = places[request]
                 tokens[index].append(token)
-                self.asked[index].caches = request.caches or []
+                self.entries[index].caches = request.caches or []
                 yield index, next(streams[index])
 
-    def request(self, asked: Asked) -> Request:
-        prefill = Prefill(self.step, {}, asked.speed.progress)
-        make_text = partial(self.make_text, asked)
-        budget, seed = asked.budget, asked.seed
-        return Request(asked.prompt, budget, make_text, prefill, seed, self.return_caches)
+    def request(self, entry: Entry) -> Request:
+        prefill = Prefill(self.step, {}, entry.speed.progress)
+        make_text = partial(self.make_text, entry)
+        budget, seed = entry.budget, entry.seed
+        return Request(entry.prompt, budget, make_text, prefill, seed, self.return_caches)
 
-    def make_text(self, asked: Asked) -> Text:
+    def make_text(self, entry: Entry) -> Text:
         return Text(
             self.drafter,
-            self.own_caches(asked),
-            asked.sampler,
-            asked.processors,
+            self.own_caches(entry),
+            entry.sampler,
+            entry.processors,
             stops=frozenset(self.tokenizer.eos_token_ids),
-            statistics=asked.statistics,
-            draft_filter=asked.draft_filter,
+            statistics=entry.statistics,
+            draft_filter=entry.draft_filter,
         )
 
-    def own_caches(self, asked: Asked) -> list[Any]:
+    def own_caches(self, entry: Entry) -> list[Any]:
         """Caches to prefill in: new ones, or a copy of what was given."""
-        given, model = copy.deepcopy(asked.given), self.drafter.target.model
+        given, model = copy.deepcopy(entry.given), self.drafter.target.model
         return make_caches(model, self.drafter, given, self.max_kv_size)
 
     def one_by_one(self) -> Generator[Response, None, None]:
         model, started = self.drafter.target.model, time.perf_counter()
-        for index, asked in enumerate(self.asked):
-            with seeded(asked.seed):
-                caches = self.own_caches(asked)
+        for index, entry in enumerate(self.entries):
+            with seeded(entry.seed):
+                caches = self.own_caches(entry)
                 for response in stream_generate(
                     model,
                     self.tokenizer,
-                    asked.prompt,
+                    entry.prompt,
                     self.drafter,
-                    max_tokens=asked.max_tokens,
-                    sampler=asked.sampler,
-                    logits_processors=asked.processors,
+                    max_tokens=entry.max_tokens,
+                    sampler=entry.sampler,
+                    logits_processors=entry.processors,
                     prompt_cache=caches,
                     verify_length=self.verify_length,
-                    draft_filter=asked.draft_filter,
+                    draft_filter=entry.draft_filter,
                     max_kv_size=self.max_kv_size,
                     prefill_step_size=self.step,
-                    prompt_progress_callback=asked.speed.progress,
+                    prompt_progress_callback=entry.speed.progress,
                     stream=self.stream,
                 ):
-                    asked.statistics = response.statistics
+                    entry.statistics = response.statistics
                     yield index, response
-            asked.caches = caches if self.return_caches else []
-            done = asked.statistics
+            entry.caches = caches if self.return_caches else []
+            done = entry.statistics
             self.work.steps += done.rounds + done.plain
         self.work.seconds = time.perf_counter() - started - self.prompt_seconds
 
     @property
     def prompt_seconds(self) -> float:
-        return sum(asked.speed.prefilled - asked.speed.started for asked in self.asked)
+        return sum(entry.speed.prefilled - entry.speed.started for entry in self.entries)
 
     def stats(self, tokens: int, seconds: float) -> BatchStats:
         """mlx-lm's, of texts of so many tokens in all."""
         return BatchStats(
-            prompt_tokens=sum(asked.prompt.size for asked in self.asked),
+            prompt_tokens=sum(entry.prompt.size for entry in self.entries),
             prompt_time=self.prompt_seconds,
             generation_tokens=tokens,
             generation_steps=self.work.steps,

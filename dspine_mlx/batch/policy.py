@@ -130,8 +130,8 @@ class Scheduled:
             self.known.append(text.chances.of(odds))
             survival.append(list(accumulate(self.known[-1], mul))[: max(0, text.limit(draft))])
         plain = self.costs.plain(len(texts), depth) / len(texts)
-        worth = min(plain, self.seconds / self.tokens) if self.tokens else plain
-        lengths, _, _ = best(padded(survival), lambda rows: self.costs.verify(rows, depth), worth)
+        value = min(plain, self.seconds / self.tokens) if self.tokens else plain
+        lengths, _, _ = best(padded(survival), lambda rows: self.costs.verify(rows, depth), value)
         return lengths
 
     def learn(

@@ -3,9 +3,9 @@
 With a_ij the chance that the first j drafted tokens of text i are accepted, and T the seconds of a
 forward, a round over B texts should offer the lengths l_i of the greatest
 
-    worth (B + sum_i (a_i1 + ... + a_il_i)) - T,
+    value (B + sum_i (a_i1 + ... + a_il_i)) - T,
 
-worth being the seconds that a token saves. As a_ij falls in j, the best choice of n rows is the n
+value being the seconds that a token saves. As a_ij falls in j, the best choice of n rows is the n
 largest a_ij of all texts: they are prefixes, and swapping a smaller for a larger one never loses.
 So one scan over n finds the optimum under any cost curve, steps included. Chances are those of the
 greedy path, in which no draw has a part; a rule that looked at sampled tokens would bias them.
@@ -39,6 +39,6 @@ def padded(survival: Survival) -> Iterator[Choice]:
         yield lengths, B * (1 + n), tokens
 
 
-def best(choices: Iterable[Choice], seconds: Seconds, worth: float) -> Choice:
-    """The choice of the greatest value, the first of equals."""
-    return max(choices, key=lambda choice: worth * choice[2] - seconds(choice[1]))
+def best(choices: Iterable[Choice], seconds: Seconds, value: float) -> Choice:
+    """The choice that saves most, the first of equals; value: seconds that a token saves."""
+    return max(choices, key=lambda choice: value * choice[2] - seconds(choice[1]))

@@ -83,7 +83,7 @@ def sample(
     batch = Generation.of(
         model, tokenizer, prompts, drafter, max_tokens=TOKENS, sampler=Sampler(temp=1.0)
     )
-    requests = [batch.request(asked) for asked in batch.asked]
+    requests = [batch.request(entry) for entry in batch.entries]
     texts: dict[int, list[int]] = {id(request): [] for request in requests}
     for request, (token, *_) in Decoding(drafter, policy, 8, generation_stream).run(requests):
         texts[id(request)].append(token)

@@ -1,4 +1,4 @@
-"""The dspine-mlx command: one file a subcommand."""
+"""The dspine-mlx command: one file per subcommand."""
 
 import io
 import os
@@ -63,14 +63,14 @@ def options(
 def one_sentence(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """What a failure prints in place of a traceback."""
+    """The sentence that a failure prints in place of a traceback."""
     if issubclass(kind, KeyboardInterrupt):
         return
     typer.echo(f"dspine-mlx: {' '.join(str(error).split()) or kind.__name__}", err=True)
 
 
 def prepare_streams() -> None:
-    """A width that can't be one is as none, and a character that the locale lacks is a '?'."""
+    """Ignore an impossible width, and print '?' for characters that the locale lacks."""
     if not os.environ.get("COLUMNS", "1").strip("0"):
         del os.environ["COLUMNS"]
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -78,7 +78,7 @@ def prepare_streams() -> None:
 
 
 def main() -> None:
-    """Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
+    """Run the command. Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
     prepare_streams()
     try:
         app()

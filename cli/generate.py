@@ -54,7 +54,7 @@ def generate(
         typer.Option(
             "--quantize-activations",
             "-qa",
-            help="Quantise the target's activations as its weights are.",
+            help="Quantise the target's activations like its weights.",
             rich_help_panel=PAIR,
         ),
     ] = False,
@@ -65,7 +65,7 @@ def generate(
         bool,
         typer.Option(
             "--explain",
-            help="A table of all rounds after the text: chances, costs, the length chosen.",
+            help="Print a table of all rounds after the text: chances, costs, the length chosen.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -74,7 +74,7 @@ def generate(
     ] = 256,
     system_prompt: Annotated[str | None, typer.Option(help="System message.")] = None,
     prefill_response: Annotated[
-        str | None, typer.Option(help="Beginning of the answer, to be continued.")
+        str | None, typer.Option(help="Beginning of the answer, which the model continues.")
     ] = None,
     chat_template_args: Annotated[
         str,
@@ -142,14 +142,14 @@ def generate(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Seed of the draws; the text is mlx_lm.generate's with the same seed.",
+            help="Random seed; the text is mlx_lm.generate's with the same seed.",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
     max_kv_size: Annotated[
         int | None,
         typer.Option(
-            help="Keep this many positions only: the first 4 and the newest.", rich_help_panel=CACHE
+            help="Keep only this many positions: the first 4 and the newest.", rich_help_panel=CACHE
         ),
     ] = None,
     kv_bits: Annotated[
@@ -162,7 +162,7 @@ def generate(
         int, typer.Option(help="Position to quantise the cache from.", rich_help_panel=CACHE)
     ] = 5000,
     prefill_step_size: Annotated[
-        int, typer.Option(help="Prompt tokens in one forward.", rich_help_panel=CACHE)
+        int, typer.Option(help="Prompt tokens per forward.", rich_help_panel=CACHE)
     ] = 2048,
     prompt_cache_file: Annotated[
         Path | None,
@@ -199,7 +199,7 @@ def generate(
         bool, typer.Option("--quiet", help="No summary.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
-    """Generate text: the target's own, with a drafter that makes it come faster."""
+    """Generate text: the target's own, made faster by a drafter."""
     import mlx.core as mx
 
     from dspine_mlx.arguments import (
@@ -234,7 +234,7 @@ def generate(
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, model, kv_bits, kv_group_size)
         model = saved.model
-    draft_model, revision = chosen(model, draft_model)
+    draft_model = chosen(model, draft_model)
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
@@ -242,7 +242,6 @@ def generate(
     target, tokenizer, drafter = load(
         model,
         draft_model,
-        draft_revision=revision,
         kernels=kernels,
         draft_quant=draft_quant,
         adapter_path=adapter_path,

@@ -1,4 +1,4 @@
-"""dspine-mlx inspect: what a drafter's or target's folder is."""
+"""dspine-mlx inspect: facts about a drafter's or target's folder."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Say what a drafter is: method, layout, the target it fits, sizes, and any problems. Of a
+    """Describe a drafter: method, layout, the target it fits, sizes, and any problems. For a
     target: its kind and sizes, and public drafters for it."""
     from dspine_mlx.load import resolve
 

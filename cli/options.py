@@ -73,7 +73,7 @@ NoProfileOption = Annotated[
 
 
 class SeveralValues(TyperCommand):
-    """A command whose list options take several values each, as mlx-lm's do: --x A B."""
+    """A command whose list options take several values, as mlx-lm's do: --x A B."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = (p for p in self.params if isinstance(p, TyperOption) and p.multiple)
@@ -82,7 +82,7 @@ class SeveralValues(TyperCommand):
 
 
 def repeated(args: Sequence[str], names: set[str]) -> list[str]:
-    """--x A B as --x A --x B."""
+    """Rewrite --x A B as --x A --x B."""
     out: list[str] = []
     current: str | None = None
     for arg in args:

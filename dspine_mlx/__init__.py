@@ -42,12 +42,12 @@ HOMES = {
 class Package(ModuleType):
     """Public names load mlx-lm only when first used, so that the command line starts fast.
 
-    `generate` and `load` name a function and a submodule each; here they are the functions,
-    whatever has been imported, and the setters turn away the import system's binding.
+    `generate` and `load` each name a function and a submodule. Here they are the functions,
+    whatever has been imported: the setters ignore the import system's binding.
     """
 
     def __dir__(self) -> list[str]:
-        """The public names, as completion should offer them."""
+        """The public names, for completion."""
         return sorted(__all__)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where costs and calibrations of this machine are kept."""
+"""The folder for this machine's costs and calibrations."""
 
 import os
 import tempfile
@@ -8,8 +8,8 @@ NAME = "dspine-mlx"
 
 
 def cache_folder() -> Path:
-    """~/.cache/dspine-mlx; for a user without a home, as in some containers, a folder of their own
-    beside other temporary files."""
+    """The folder ~/.cache/dspine-mlx; for a user without a home, as in some containers, a private
+    folder among temporary files."""
     try:
         return Path.home() / ".cache" / NAME
     except RuntimeError:

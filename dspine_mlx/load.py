@@ -53,12 +53,12 @@ def load(
     draft_quant: int | None = None,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
-    """A target, its tokenizer, and a drafter bound to it.
+    """Load a target, its tokenizer, and a drafter bound to the target.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
     comes without a drafter (None). draft "auto": the registry's first drafter for this model.
-    kernels, draft_quant: see `load_drafter`. options go to
-    mlx_lm.load (tokenizer_config, adapter_path ...).
+    kernels, draft_quant: see `load_drafter`. options go to mlx_lm.load (tokenizer_config,
+    adapter_path ...).
     """
     if model is None and draft in (None, AUTO):
         model, draft = DEMO / "target", DEMO / "drafter"
@@ -89,17 +89,18 @@ def load_drafter(
     kernels: str = "auto",
     draft_quant: int | None = None,
 ) -> Drafter:
-    """A drafter from a folder or the Hub, bound to the target's embedding and head.
+    """Load a drafter from a folder or the Hub, bound to the target's embedding and head.
 
     The folder may be a checkpoint as published, or one that `dspine_mlx.convert` has written.
-    Its weights are cast to the target's activation dtype. Everything that does not fit is named in
-    one `InputError` before any forward runs.
+    Its weights are cast to the target's activation dtype. If anything does not fit, one
+    `InputError` names it all before any forward runs.
 
     kernels: "auto" runs the package's kernels where they pass their check and win their race
     against MLX's (`drafter.kernels.report()` and `drafter.target.verify_kernels.explain()` tell).
-    "exact" verifies only with as many rows as have shown plain decoding's bits here, "off" runs
+    "exact" verifies only widths that have shown plain decoding's bits on this machine. "off" runs
     plain MLX operations only.
-    draft_quant: 4 or 8 packs the drafter's large matrices to so many bits; None: as they come.
+    draft_quant: 4 or 8: pack the drafter's large matrices to that many bits; None: leave them as
+    they come.
     """
     check_draft_quant(draft_quant)
     check_kernels(kernels)
@@ -116,7 +117,7 @@ def load_drafter(
 
 
 def settle_verify_kernels(target: Target, mode: str, proposals: int) -> None:
-    """Find out which kernels multiply the rows of this target's verify forwards."""
+    """Choose the kernels that multiply the rows of this target's verify forwards."""
     with same_random_state():
         found = prepare(target, mode, range(2, proposals + 2), store.cache_folder())
     target.verify_kernels = found
@@ -130,7 +131,7 @@ def assemble_drafter(
     kernels: Kernels = OFF,
     draft_quant: int | None = None,
 ) -> Drafter:
-    """The drafter of an opened checkpoint, with its weights, bound to a target."""
+    """Build an opened checkpoint's drafter with its weights, bound to a target."""
     with same_random_state():
         network = checkpoint.build()
     quantize_like(network, checkpoint.sources, checkpoint.raw)
@@ -152,7 +153,8 @@ def assemble_drafter(
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Modules draw initial weights when built; a seed the user set must not notice."""
+    """Restore the random state after the block: modules draw initial weights when built, and the
+    user's seed must not be affected."""
     key = mx.array(mx.random.state[0])
     yield
     mx.random.state[0][:] = key

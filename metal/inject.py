@@ -6,12 +6,12 @@ import mlx.core as mx
 
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
 
-THREADS = 512  # a threadgroup; Metal may allow less than 1024 to a kernel with many registers
+THREADS = 512  # per threadgroup; Metal may allow fewer than 1024 for a kernel with many registers
 MAX_SIZE = 8192
 
 
 def root_mean_square(x: mx.array) -> mx.array:
-    """sqrt(mean(x^2)) over the last axis, which is kept; in float32, rounded once."""
+    """Compute sqrt(mean(x^2)) over the last axis, which is kept; in float32, rounded once."""
     wide = x.astype(mx.float32)
     return mx.sqrt((wide * wide).mean(axis=-1, keepdims=True)).astype(x.dtype)
 
@@ -31,7 +31,7 @@ def one_text(rows: mx.array) -> str | None:
 def gated_message(
     y: mx.array, products: mx.array, anchor: mx.array, bias: mx.array, kernels: Kernels = OFF
 ) -> tuple[mx.array, mx.array]:
-    """Messages of all slots from raw products, normalisation scales moved past them.
+    """Compute all slots' messages from raw products, applying normalisation scales after them.
 
     y = R u: [M, r]; products = y [G_q; G_p; A]^T: [M, 3a]; anchor = [G_p; A] sqrt(r) C[x_0]: [2a];
     bias: [a]. With s_t = sqrt(r) / max(||y_t||, 1e-12), so that z_t = s_t y_t:
@@ -91,9 +91,9 @@ def residual_write(
 ) -> tuple[mx.array, mx.array]:
     """h = u + RMS(u) * write (no eps), and the RMSNorm of h that follows it.
 
-    block: [n, d], whose last M rows are the u that write [M, d] goes to, the first n - M rows stay
-    as they are; weight [d] and eps: the next norm's. Returns h and norm(h), both [n, d]. Of several
-    texts block and write have a leading axis, which the kernel does not take.
+    block: [n, d]; write [M, d] is added to its last M rows u, and the first n - M rows stay as they
+    are. weight [d] and eps: the next norm's. Returns h and norm(h), both [n, d]. For several texts
+    block and write have a leading axis, which the kernel does not take.
     """
     h, normed = kernels.run(RESIDUAL_WRITE, block, write, weight, eps)
     return h, normed

@@ -153,10 +153,10 @@ class DraftLayer(nn.Module):
 
 class DFlash(nn.Module):
     """The parallel backbone. Embedding and LM head are the target's, lent for every proposal and
-    never copied (see `bind`), but where a checkpoint has its own.
+    never copied (see `bind`), unless a checkpoint has its own.
 
-    With a reduced draft vocabulary the head is the target's rows of the tokens `d2t` [Vd], and a
-    candidate's id counts those rows.
+    With a reduced draft vocabulary, the head has the target's rows for the tokens `d2t` [Vd], and a
+    candidate's id is an index into them.
     """
 
     layer_class: type[DraftLayer] = DraftLayer
@@ -175,7 +175,7 @@ class DFlash(nn.Module):
             self.freeze(keys="d2t", recurse=False)
 
     def bind(self, target: Target, kernels: Kernels = OFF) -> Drafter:
-        """This network as a drafter for a target, with whose embedding and head it proposes.
+        """Bind the network to a target, whose embedding and head it proposes with.
 
         kernels: which Metal kernels may run. They have no gradient: training needs OFF.
         """
@@ -189,7 +189,7 @@ class DFlash(nn.Module):
         return Drafter(self, self.with_own_embeddings(target), target, kernels)
 
     def add_own_embeddings(self, paths: Collection[str]) -> None:
-        """Make room for a checkpoint's own embedding and head, where its parameters name them."""
+        """Add modules for a checkpoint's own embedding and head, if its parameters name them."""
         config = self.config
         if "embed_tokens.weight" in paths:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -197,8 +197,8 @@ class DFlash(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
     def with_own_embeddings(self, target: Target) -> Target:
-        """The target with the embedding and head to propose with: the network's own where it has
-        ones that differ, and the head's rows of a reduced vocabulary."""
+        """The target with the embedding and head to propose with: the network's own where they
+        differ, and only the head's rows of a reduced vocabulary."""
         for name, shared in (("embed_tokens", target.embed), ("lm_head", target.lm_head)):
             if name in self and equal(self[name], shared):
                 del self[name]
@@ -212,15 +212,15 @@ class DFlash(nn.Module):
         return lent
 
     def tokens(self, ids: mx.array) -> mx.array:
-        """The target's ids of candidates."""
+        """Map candidates to the target's token ids."""
         return self.d2t[ids] if "d2t" in self else ids
 
     def make_cache(self) -> list[KVCache]:
         return [KVCache() for _ in self.layers]
 
     def context(self, features: mx.array) -> mx.array:
-        """Context rows [B, n, d] of target features [B, n, m*d]."""
-        if features.shape[1] == 0:  # quantised products of no rows crash on the CPU
+        """Turn target features [B, n, m*d] into context rows [B, n, d]."""
+        if features.shape[1] == 0:  # quantised products with no rows crash on the CPU
             return mx.zeros((len(features), 0, self.config.hidden_size), features.dtype)
         return self.hidden_norm(self.fc(features))
 
@@ -231,7 +231,7 @@ class DFlash(nn.Module):
             layer.self_attn.keys_and_values(context, c)
 
     def embed_block(self, anchor: mx.array, target: Target) -> mx.array:
-        """[anchor, mask, mask, ...] embedded: [1, L, d], or [B, L, d] of anchors [B, 1]."""
+        """Embed [anchor, mask, mask, ...]: [1, L, d], or [B, L, d] for anchors [B, 1]."""
         anchors, more = anchor.reshape(-1, 1), self.config.block_size - 1
         masks = mx.full((len(anchors), more), self.config.mask_token_id, anchor.dtype)
         block = target.embed(mx.concatenate([anchors, masks], axis=1))
@@ -241,8 +241,8 @@ class DFlash(nn.Module):
     def backbone(
         self, anchor: mx.array, features: mx.array, cache: Caches, target: Target
     ) -> mx.array:
-        """Normalised states [M, d] of the slots that propose, after the last layer; of several
-        texts, with anchors [B, 1]: [B, M, d]."""
+        """Run all layers; normalised states [M, d] of the proposing slots, or [B, M, d] for several
+        texts with anchors [B, 1]."""
         h, context = self.embed_block(anchor, target), self.context(features)
         for layer, c in zip(self.layers, cache, strict=True):
             h = layer(h, layer.input_layernorm(h), context, c)
@@ -257,7 +257,8 @@ class DFlash(nn.Module):
         target: Target,
         kernels: Kernels = OFF,
     ) -> AnyProposal:
-        """See `Drafter.propose`, which lends the target's embedding and head, and the kernels."""
+        """Propose M tokens; `Drafter.propose` lends the target's embedding and head, and the
+        kernels."""
         anchor = mx.array(anchor)
         states = self.backbone(anchor, features, cache, target)
         return self.proposal(anchor, states, target.head(states), kernels)
@@ -318,7 +319,7 @@ BACKBONE: Names = (
     }
     | dict.fromkeys(("t2d", "mask_embedding", "mask_embedding.weight"), "")
 )
-# Where a drafter does not use the target's embedding and head.
+# For drafters that don't use the target's embedding and head.
 OWN_EMBEDDINGS = same("embed_tokens.weight", "lm_head.weight")
 TENSORS = BACKBONE | OWN_EMBEDDINGS
 
@@ -332,7 +333,7 @@ METHOD = Method(
         Layout("DFlash, z-lab", TENSORS, read_flat),
     ),
     large=LARGE,
-    # DFlashDraftModel is no sign: Tencent's DSpine says it too.
+    # DFlashDraftModel is not a sign: Tencent's DSpine uses it too.
     architectures=("DFlashSpeculator",),
     speculators_model_type=("dflash",),
     projector_type=("dflash",),

@@ -26,8 +26,8 @@ from dspine_mlx.target.model import Target
 
 @dataclass(frozen=True)
 class DominoConfig(DrafterConfig):
-    """A block of B slots makes B - 1 proposals: from the anchor's slot on with `shift_label`, from
-    the first mask's without it."""
+    """A block of B slots makes B - 1 proposals, from the anchor's slot on with `shift_label`, else
+    from the first mask's."""
 
     emb_dim: int = 256  # E
     gru_hidden_dim: int = 1024  # F
@@ -156,7 +156,7 @@ class Domino(DFlash):
 
 
 def read_domino(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """See `read_flat`. Some configs state emb_dim twice."""
+    """Read as `read_flat` does. Some configs state emb_dim twice."""
     stated, nested = config.get("emb_dim"), section(config, "dflash_config").get("emb_dim")
     if stated is not None and nested is not None and stated != nested:
         raise InputError(

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Drafter:
-    """What `load` returns and generation drafts with. `network.bind(target)` makes one.
+    """A bound network: `load` returns one, generation drafts with it, `network.bind(target)` makes
+    one.
 
     The network's parameters are a checkpoint's; the target's weights are lent to it, never copied.
     """
 
     network: "DFlash"
-    target: Target  # with the embedding and head that it proposes with: a checkpoint's own, or rows
+    target: Target  # with the embedding and head to propose with: a checkpoint's own, or rows
     verifier: Target  # whose distribution it drafts for
     kernels: Kernels = OFF
     folder: Path | None = None  # that it was loaded from
@@ -53,7 +54,7 @@ class Drafter:
         return mx.zeros((1, 0, self.network.feature_size), self.target.dtype)
 
     def extend(self, features: mx.array, cache: list[KVCache] | list[DraftRows]) -> None:
-        """Take target features [1, n, m*d] of the next n context positions into the cache."""
+        """Add target features [1, n, m*d] of the next n context positions to the cache."""
         self.network.extend(features, cache)
 
     def propose(
@@ -61,8 +62,8 @@ class Drafter:
     ) -> AnyProposal:
         """Propose M tokens after the anchor.
 
-        features: [1, n, m*d], target features of the positions before the anchor that are not yet
-        in the cache (n may be 0).
+        features: [1, n, m*d], target features of the positions before the anchor, as far as the
+        cache lacks them (n may be 0).
         """
         return self.network.propose(anchor, features, cache, self.target, self.kernels)
 

@@ -1,6 +1,6 @@
 """DSpine: adjacent causal injection in every draft layer (arXiv:2609.36173).
 
-After each layer a slot receives what its predecessor predicts at that depth; after the last layer
+After each layer, a slot receives what its predecessor predicts at that depth. After the last layer,
 the same injection takes the predecessor's token instead, which gives a K x K transition table.
 """
 
@@ -63,7 +63,7 @@ class Injection(nn.Module):
         self.bias = mx.zeros((a,))
 
     def from_codes(self, codes: mx.array) -> mx.array:
-        """[G_p; A] sqrt(r) c of known tokens' codes c [..., r]: [..., 2a]."""
+        """Fold known tokens' codes c [..., r] with the gates: [G_p; A] sqrt(r) c [..., 2a]."""
         return project_rows(self.gates, codes * codes.shape[-1] ** 0.5, self.bias.shape[0])
 
 
@@ -76,12 +76,13 @@ class DSpine(DFlash):
         self.transfer_codes = nn.Embedding(config.vocab_size, config.transfer_rank)
 
     def next_norm(self, layer: int) -> nn.RMSNorm:
-        """The norm that reads what layer writes."""
+        """The norm that follows a layer."""
         last = layer + 1 == len(self.layers)
         return self.norm if last else self.layers[layer + 1].input_layernorm
 
     def bind(self, target: Target, kernels: Kernels = OFF) -> Drafter:
-        """See `DFlash.bind`. With kernels, codes kept in full are folded with their gates."""
+        """Bind as `DFlash.bind` does. With kernels, codes kept in full are folded with their
+        gates."""
         codes = self.get("transfer_codes", {})  # absent once they are folded
         if kernels.active and "weight" in codes and "scales" not in codes:
             self.folded_codes = self.injection.from_codes(codes.weight)
@@ -92,8 +93,9 @@ class DSpine(DFlash):
     def code_rows(self, tokens: mx.array) -> Lookup:
         """Rows [G_p; A] sqrt(r) C[x] [2a] of tokens.
 
-        A round reads the codes C [V, r] in this form only. Folded once for the vocabulary it takes
-        as much memory where 2a = r, and saves every round the product over all candidates.
+        A round reads the codes C [V, r] in this form only. Folding them once for the whole
+        vocabulary takes no more memory if 2a = r, and saves a product over all candidates in every
+        round.
         """
         if "folded_codes" in self:
             return Lookup(tokens, self.folded_codes)
@@ -103,8 +105,8 @@ class DSpine(DFlash):
     def inject(
         self, layer: int, block: mx.array, anchor: mx.array, kernels: Kernels = OFF
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Injection after a layer, in five launches: h of all slots [L, d], normalised for the next
-        layer too, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
+        """Inject after a layer, in five launches. Returns h of all slots [L, d], h normalised for
+        the next layer, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
 
         block: the layer's output [L, d], slot 0 stays as it is; anchor: [G_p; A] sqrt(r) C[x_0].
         Of several texts all have a leading axis.
@@ -124,9 +126,9 @@ class DSpine(DFlash):
         target: Target,
         kernels: Kernels = OFF,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Run all layers; of slots 1..M after the last one: normalised states [M, d], the states u
-        [M, d] before its injection, and its receiver terms [M, a]. Of several texts, with anchors
-        [B, 1], all have a leading axis."""
+        """Run all layers. Returns, of slots 1..M after the last layer: normalised states [M, d],
+        the states u [M, d] before its injection, and its receiver terms [M, a]. For several texts,
+        with anchors [B, 1], all have a leading axis."""
         several = anchor.ndim == 2
         h, context = self.embed_block(anchor, target), self.context(features)
         normed = self.layers[0].input_layernorm(h)
@@ -192,8 +194,8 @@ class DSpine(DFlash):
     ) -> mx.array:
         """Last-write refinement for all pairs of candidates [M, K] at once: [M-1, K, K] float32.
 
-        u [M-1, d] and receiver [M-1, a] of slots 2..M are kept from the last layer: no readout or
-        gate of theirs is computed again.
+        u [M-1, d] and receiver [M-1, a] of slots 2..M come from the last layer, so no readout or
+        receiver gate is computed again.
         """
         predecessors = self.code_rows(self.tokens(ids[:-1]))
         message = candidate_messages(receiver, predecessors, kernels)
@@ -204,7 +206,7 @@ class DSpine(DFlash):
 
 
 def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:
-    """x times the output rows of a Linear, quantised or not, from row `first` on."""
+    """Multiply x by a Linear's output rows from row `first` on, quantised or not."""
     if "scales" not in linear:
         return x @ linear.weight[first:].T
     biases = linear.get("biases")
@@ -220,7 +222,7 @@ def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:
 
 
 def sizes_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Rank and message size, where no key states them."""
+    """Infer rank and message size from tensors, where no key states them."""
     readout, bias = shapes.get("injection.readouts.0.weight"), shapes.get("injection.bias")
     if flat.get("transfer_rank") is None and readout:
         flat["transfer_rank"] = readout[0]
@@ -264,7 +266,7 @@ METHOD = Method(
         ),
         Layout("DSpine, SpecForge", TENSORS, read_flat),
     ),
-    large=LARGE,  # drafts are sensitive to injections, which are small
+    large=LARGE,  # injections stay exact: drafts are sensitive to them, and they are small
     architectures=("DSpineDraftModel",),
     projector_type=("dspine",),
     keys=("dspine_config", f"dflash_config.{BRIDGE}"),

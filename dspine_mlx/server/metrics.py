@@ -1,4 +1,4 @@
-"""What the server has done so far, in Prometheus' text format (version 0.0.4)."""
+"""The server's counters, in Prometheus' text format (version 0.0.4)."""
 
 import time
 from bisect import bisect_left
@@ -38,7 +38,7 @@ class Histogram:
 
 
 class Metrics:
-    """Counters that only grow; `finish` takes in a call when its HTTP thread lets go of it."""
+    """Counters that only grow; `finish` counts a call when its HTTP thread is done."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -50,7 +50,7 @@ class Metrics:
         self.recent: deque[dict[str, Any]] = deque(maxlen=LAST)  # figures, the newest first
 
     def refuse(self, status: int) -> None:
-        """A request that never reached the generator."""
+        """Count a request that never reached the generator."""
         with self.lock:
             self.requests["refused", status] += 1
 

@@ -1,4 +1,4 @@
-"""The files of the cache folder: of which pair, how old, and whether sane."""
+"""Files in the cache folder: which pair each belongs to, its age, and whether it is sane."""
 
 import json
 import time
@@ -19,7 +19,8 @@ DAY = 24 * 3600.0
 
 @dataclass(frozen=True)
 class OnFile:
-    """A file of the cache folder. problem: why it is not used, or not to be trusted, in words."""
+    """A file in the cache folder. problem: why it is not used or should not be trusted, in
+    words."""
 
     name: str
     days: float  # since it was written
@@ -74,7 +75,7 @@ def days_old(path: Path) -> float:
 
 
 def pair_name(data: dict[str, Any]) -> str:
-    """The pair that a file is of; older files have its digests only."""
+    """Name of the pair that a file belongs to; older files have its digests only."""
     digests = f"target {data['key']['target']} with drafter {data['key']['drafter']}"
     return str(data.get("pair") or digests)
 

@@ -1,4 +1,4 @@
-"""What a pair keeps from text to text and from process to process, and which policy a text gets."""
+"""What a pair remembers between texts and processes, and which policy a text gets."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dspine_mlx.batch.policy import Scheduled
 
 log = logging.getLogger(__name__)
-MINUTE = 60.0  # seconds, at least, between two times that a process writes what it learnt
+MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
 
 
 @dataclass
@@ -67,7 +67,7 @@ def prepare(
 
     profile: measure the costs if they are not on file (a few seconds), or start from a guess.
     calibration: a file that `dspine-mlx calibrate` wrote; None: the pair's own, if there is one.
-    explain: is given a line for every round and probe.
+    explain: called with a line for every round and probe.
     """
     calibrations = load_calibrations(drafter, calibration)
     curve, budgets, fit_to_keep = pair_costs(drafter) if profile else (None, {}, False)

@@ -5,9 +5,9 @@ forward, a round over B texts should offer the lengths l_i of the greatest
 
     value (B + sum_i (a_i1 + ... + a_il_i)) - T,
 
-value being the seconds that a token saves. All texts are fed as many rows as the widest, so one scan
-over the widths finds the optimum under any cost curve, steps included. Chances are those of the
-greedy path, in which no draw has a part; a rule that looked at sampled tokens would bias them.
+value being the seconds that a token saves. All texts are fed as many rows as the widest, so one
+scan over the widths finds the optimum under any cost curve, steps included. Chances are those of
+the greedy path, in which no draw has a part; a rule that looked at sampled tokens would bias them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -118,7 +118,7 @@ def bench(
     positions = whole_numbers("--depths", depths)
     messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
     settings = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp, "repeat": repeat}
-    draft_model, _ = chosen(model, draft_model)
+    draft_model = chosen(model, draft_model)
     if concurrency is not None:
         results = [concurrent(concurrency, (model, draft_model), modes, messages, settings)]
     else:

@@ -97,14 +97,13 @@ def chat(
     length = parse_verify_length(verify_length, None)
     arguments = parse_object("--chat-template-args", chat_template_args)
     mx.random.seed(seed)
-    draft_model, revision = chosen(model, draft_model)
+    draft_model = chosen(model, draft_model)
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
     target, tokenizer, drafter = load(
         model,
         draft_model,
-        draft_revision=revision,
         kernels=kernels,
         draft_quant=draft_quant,
         adapter_path=adapter_path,

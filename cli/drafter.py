@@ -3,20 +3,21 @@
 import typer
 
 
-def chosen(model: str | None, draft_model: str | None) -> tuple[str | None, str | None]:
-    """The drafter's name and revision; says what `auto` took."""
+def chosen(model: str | None, draft_model: str | None) -> str | None:
+    """The drafter's name; for `auto` the folder of the registry's, after saying what it is."""
+    from dspine_mlx.load import resolve
     from dspine_mlx.models.choose import AUTO, choose
+    from dspine_mlx.models.fit import check_configs
 
     if draft_model != AUTO:
-        return draft_model, None
+        return draft_model
     if model is None:
-        return None, None
+        return None
     name, revision, entry = choose(model)
-    typer.echo(
-        f"Drafter: {name}; licence: {entry.licence or 'none found'}; tested: {entry.tested}.",
-        err=True,
-    )
-    return name, revision
+    licence = entry.licence or "none found"
+    typer.echo(f"Drafter: {name}; licence: {licence}; tested: {entry.tested}.", err=True)
+    check_configs(model, name, revision)
+    return str(resolve(name, revision))
 
 
 def say_what_fits(model: str | None) -> None:

@@ -234,7 +234,7 @@ def generate(
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, model, kv_bits, kv_group_size)
         model = saved.model
-    draft_model, revision = chosen(model, draft_model)
+    draft_model = chosen(model, draft_model)
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
@@ -242,7 +242,6 @@ def generate(
     target, tokenizer, drafter = load(
         model,
         draft_model,
-        draft_revision=revision,
         kernels=kernels,
         draft_quant=draft_quant,
         adapter_path=adapter_path,

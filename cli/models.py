@@ -21,9 +21,10 @@ def models(
     Reads nothing but files of this machine. Your own entries go into
     ~/.config/dspine-mlx/drafters.json, in the form of dspine_mlx/models/drafters.json.
     """
-    from dspine_mlx.models.registry import fitting, registry
+    from dspine_mlx.models.registry import PAIR, fitting, registry
 
-    entries = registry() if model is None else fitting(model, registry())
+    known = registry()
+    entries = [e for e in known if e != PAIR] if model is None else fitting(model, known)
     if as_json:
         listed = [asdict(entry) | facts(model, entry) for entry in entries]
         typer.echo(json.dumps({"model": model, "drafters": listed}))

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dspine_mlx.batch.generate import batch_generate, batch_stream_generate
     from dspine_mlx.errors import InputError
     from dspine_mlx.generate import generate, stream_generate
     from dspine_mlx.load import load, load_drafter
@@ -19,6 +20,8 @@ __all__ = [
     "InputError",
     "Sampler",
     "Statistics",
+    "batch_generate",
+    "batch_stream_generate",
     "generate",
     "load",
     "load_drafter",
@@ -29,6 +32,8 @@ HOMES = {
     "InputError": "errors",
     "Sampler": "round.sampler",
     "Statistics": "round.statistics",
+    "batch_generate": "batch.generate",
+    "batch_stream_generate": "batch.generate",
     "load_drafter": "load",
     "stream_generate": "generate",
 }

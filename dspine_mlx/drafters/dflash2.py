@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash, DraftLayer
@@ -167,19 +166,11 @@ class DFlash2(DFlash):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
-    def propose(
-        self,
-        anchor: int | mx.array,
-        features: mx.array,
-        cache: list[KVCache],
-        target: Target,
-        kernels: Kernels = OFF,
+    def proposal(
+        self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
     ) -> Proposal:
-        """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), in float32. See
-        `Drafter.propose`."""
-        anchor = mx.array(anchor)
-        states = self.backbone(anchor, features, cache, target)
-        tokens, base = rank(target.head(states)[:, : self.config.num_selectable], self.config)
+        """T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), in float32. See `DFlash.proposal`."""
+        tokens, base = rank(logits[:, : self.config.num_selectable], self.config)
         first = mx.broadcast_to(anchor.reshape(1, 1), (1, tokens.shape[1])).astype(tokens.dtype)
         before = mx.concatenate([first, tokens[:-1]])
         selector = self.candidate_selector
@@ -253,6 +244,7 @@ METHOD = Method(
     marks=("candidate_selector.", "attention_conv.", "mlp_conv."),
     required="candidate_selector.",
     readings=readings,
+    several_texts=True,
     reference="dspine_mlx.convert.reference_dflash2:dflash2_round",
     objective="dspine_mlx.train.objectives.dflash2:OBJECTIVE",
 )

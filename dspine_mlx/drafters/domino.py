@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from dspine_mlx.drafters.chain import ChainProposal, shared_pool
+from dspine_mlx.batch.draft_rows import DraftRows
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
@@ -140,6 +141,19 @@ class Domino(DFlash):
         states = self.backbone(anchor, features, cache, target)[: self.config.num_proposals]
         return DominoProposal(self, states, anchor, target)
 
+    def propose_texts(
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> list[AnyProposal]:
+        """See `Drafter.propose_texts`."""
+        states = self.backbone(anchors[:, None], features, cache, target)
+        texts = zip(states[:, : self.config.num_proposals], anchors, strict=True)
+        return [DominoProposal(self, own, anchor, target) for own, anchor in texts]
+
 
 def read_domino(config: Config, shapes: Shapes) -> dict[str, Any]:
     """Read as `read_flat` does. Some configs state emb_dim twice."""
@@ -178,6 +192,7 @@ METHOD = Method(
     marks=("prefix_gru.", "embed_proj."),
     required="prefix_gru.",
     remarks=remarks,
+    several_texts=True,
     reference="dspine_mlx.convert.reference_domino:domino_round",
     objective="dspine_mlx.train.objectives.domino:OBJECTIVE",
 )

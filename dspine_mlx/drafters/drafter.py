@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
@@ -52,7 +53,7 @@ class Drafter:
         """Features of no positions: [1, 0, m*d]."""
         return mx.zeros((1, 0, self.network.feature_size), self.target.dtype)
 
-    def extend(self, features: mx.array, cache: list[KVCache]) -> None:
+    def extend(self, features: mx.array, cache: list[KVCache] | list[DraftRows]) -> None:
         """Add target features [1, n, m*d] of the next n context positions to the cache."""
         self.network.extend(features, cache)
 
@@ -65,6 +66,18 @@ class Drafter:
         cache lacks them (n may be 0).
         """
         return self.network.propose(anchor, features, cache, self.target, self.kernels)
+
+    def propose_texts(
+        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+    ) -> list[AnyProposal]:
+        """Propose M tokens after each text's anchor: one proposal per text, bit-equal to `propose`
+        where the backend's rows are.
+
+        anchors: [B]; features: [B, n, m*d], of which the cache's lengths say how many rows each
+        text takes in (`DraftLengths.take_in`).
+        """
+        network = self.network
+        return network.propose_texts(anchors, features, cache, self.target, self.kernels)
 
     def set_dtype(self, dtype: mx.Dtype) -> None:
         """Cast the network's floating-point parameters."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.chain import POOL, AnyProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
@@ -182,23 +181,15 @@ class DSpark(DFlash):
         if config.num_draft_tokens < config.vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
-    def propose(
-        self,
-        anchor: int | mx.array,
-        features: mx.array,
-        cache: list[KVCache],
-        target: Target,
-        kernels: Kernels = OFF,
+    def proposal(
+        self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
     ) -> AnyProposal:
-        """Propose M tokens after the anchor. See `Drafter.propose`.
+        """See `DFlash.proposal`.
 
         Slot t scores v after u as U_t(v) + B_t(u, v): over a pool of `candidate_pool` tokens,
         walked slot by slot, or if that is 0 over the `top_k` best base candidates of both slots, as
         a table.
         """
-        anchor = mx.array(anchor)
-        states = self.backbone(anchor, features, cache, target)
-        logits = target.head(states)
         if "markov_head" not in self:
             return self.slotwise(logits, self.confidence(states))
         if self.config.candidate_pool:
@@ -320,6 +311,7 @@ METHOD = Method(
     marks=MARKS,
     fill=heads_from_tensors,
     readings=readings,
+    several_texts=True,
     reference="dspine_mlx.convert.reference:dspark_round",
     objective="dspine_mlx.train.objectives.dspark:OBJECTIVE",
 )

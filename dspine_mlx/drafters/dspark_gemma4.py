@@ -124,6 +124,7 @@ METHOD = Method(
     architectures=("Gemma4DSparkModel",),
     marks=MARKS,
     fill=heads_from_tensors,
+    several_texts=True,
     readings=readings,
     reference="dspine_mlx.convert.reference:dspark_round",
 )

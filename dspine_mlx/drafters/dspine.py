@@ -12,8 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.batch.draft_rows import DraftRows
+from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
-from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash
+from dspine_mlx.drafters.dflash import BACKBONE, LARGE, Caches, DFlash
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.method import Config, Layout, Method, Names, Shapes
 from dspine_mlx.drafters.proposal import Proposal
@@ -103,13 +105,14 @@ class DSpine(DFlash):
     def inject(
         self, layer: int, block: mx.array, anchor: mx.array, kernels: Kernels = OFF
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Inject after a layer, in five launches. Returns h of all slots [B, d], h normalised for
+        """Inject after a layer, in five launches. Returns h of all slots [L, d], h normalised for
         the next layer, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
 
-        block: the layer's output [B, d], slot 0 stays as it is; anchor: [G_p; A] sqrt(r) C[x_0].
+        block: the layer's output [L, d], slot 0 stays as it is; anchor: [G_p; A] sqrt(r) C[x_0].
+        Of several texts all have a leading axis.
         """
         injection, norm = self.injection, self.next_norm(layer)
-        y = injection.readouts[layer](block[1:])
+        y = injection.readouts[layer](block[..., 1:, :])
         message, receiver = gated_message(y, injection.gates(y), anchor, injection.bias, kernels)
         write = injection.writes[layer](message)
         h, normed = residual_write(block, write, norm.weight, norm.eps, kernels)
@@ -119,20 +122,24 @@ class DSpine(DFlash):
         self,
         anchor: mx.array,
         features: mx.array,
-        cache: list[KVCache],
+        cache: Caches,
         target: Target,
         kernels: Kernels = OFF,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Run all layers. Returns, of slots 1..M after the last layer: normalised states [M, d],
-        the states u [M, d] before its injection, and its receiver terms [M, a]."""
+        the states u [M, d] before its injection, and its receiver terms [M, a]. For several texts,
+        with anchors [B, 1], all have a leading axis."""
+        several = anchor.ndim == 2
         h, context = self.embed_block(anchor, target), self.context(features)
         normed = self.layers[0].input_layernorm(h)
-        code = self.code_rows(anchor).take()
+        code = self.code_rows(anchor[:, 0] if several else anchor).take()
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
-            block = layer(h, normed, context, c)[0]
+            block = layer(h, normed, context, c)
+            block = block if several else block[0]
             h, normed, receiver = self.inject(i, block, code, kernels)
-            h, normed = h[None], normed[None]
-        return normed[0, 1:], block[1:], receiver
+            h, normed = (h, normed) if several else (h[None], normed[None])
+        states = normed if several else normed[0]
+        return states[..., 1:, :], block[..., 1:, :], receiver
 
     def propose(
         self,
@@ -142,11 +149,38 @@ class DSpine(DFlash):
         target: Target,
         kernels: Kernels = OFF,
     ) -> Proposal:
-        """Propose M tokens after the anchor: T_t[i, j] = S_t(v_i, v_j), the last layer's injection
-        redone with candidate i of slot t - 1 as the predecessor. See `Drafter.propose`."""
+        """Propose M tokens after the anchor. See `Drafter.propose`."""
         anchor = mx.array(anchor).reshape(())
         states, u, receiver = self.injected_backbone(anchor, features, cache, target, kernels)
-        ids, scores = rank(target.head(states), self.config)
+        return self.refined(target.head(states), u, receiver, target, kernels)
+
+    def propose_texts(
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> list[AnyProposal]:
+        """See `Drafter.propose_texts`."""
+        states, u, receiver = self.injected_backbone(
+            anchors[:, None], features, cache, target, kernels
+        )
+        logits = target.head(states.reshape(-1, states.shape[-1]))
+        texts = zip(logits.reshape(*states.shape[:2], -1), u, receiver, strict=True)
+        return [self.refined(*text, target, kernels) for text in texts]
+
+    def refined(
+        self,
+        logits: mx.array,
+        u: mx.array,
+        receiver: mx.array,
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> Proposal:
+        """T_t[i, j] = S_t(v_i, v_j), the last layer's injection redone with candidate i of slot
+        t - 1 as the predecessor. All of slots 1..M: the head's logits [M, Vd], u and receiver."""
+        ids, scores = rank(logits, self.config)
         table = self.transition_table(u[1:], receiver[1:], ids, target, kernels)
         return Proposal(self.tokens(ids), scores[0], table)
 
@@ -241,6 +275,7 @@ METHOD = Method(
     fill=sizes_from_tensors,
     codes="transfer_rank",
     flags=("transfer_ready",),
+    several_texts=True,
     reference="dspine_mlx.convert.reference:dspine_round",
     objective="dspine_mlx.train.objectives.dspine:OBJECTIVE",
 )

@@ -92,6 +92,7 @@ class Method:
     # other readings of a checkpoint, {in words: fields of its config}, which a probe tells apart
     readings: Callable[[Any, "Target"], dict[str, dict[str, Any]]] = no_other
     remarks: Callable[[Config], tuple[str, ...]] = nothing  # on a config.json, for `inspect`
+    several_texts: bool = False  # its network has a `propose_texts` of its own kind
     reference: str | None = None  # "module:function", a round in float64; None: can't be verified
     objective: str | None = None  # "module:object" to train it; None: can't be trained here
 

@@ -87,12 +87,29 @@ def made_for(target: str) -> str:
     return base_name(target)[0]
 
 
+DEMO = Path(__file__).parents[1] / "demo"
+PAIR = Entry(  # that ships with the package
+    str(DEMO / "drafter"),
+    (str(DEMO / "target"),),
+    "dspine",
+    ("dspine_mlx/demo/README.md",),
+    block=16,
+    layout="SpecForge",
+    licence="Apache-2.0",
+    tested="everything that this package's tests do",
+    published=(
+        Published(6.68, "85 word problems", "greedy", "dspine_mlx/demo/README.md", 15),
+        Published(5.97, "85 word problems", "at temperature 1", "dspine_mlx/demo/README.md", 15),
+    ),
+)
+
+
 def registry(home: Path | None = None) -> list[Entry]:
     """The user's own entries, then those that ship; an own one replaces one of the same id."""
     own = own_file(home)
     entries = read_entries(own) if own is not None and own.is_file() else []
     named = {entry.id for entry in entries}
-    return entries + [entry for entry in read_entries(SHIPPED) if entry.id not in named]
+    return entries + [entry for entry in read_entries(SHIPPED) if entry.id not in named] + [PAIR]
 
 
 def own_file(home: Path | None = None) -> Path | None:

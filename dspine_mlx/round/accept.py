@@ -5,6 +5,7 @@ draft's.
 """
 
 import math
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
@@ -76,16 +77,39 @@ def match_greedy(tokens: mx.array, rows: TargetLogits) -> tuple[int, int]:
     that, and differences of such numbers are exact.) If a row that matters has such logits, or its
     best is not finite, logprobs decide.
     """
-    logits = rows.logits
-    best, top = mx.argmax(logits, axis=-1), logits.max(axis=-1, keepdims=True)
+    best = best_tokens(rows.logits)
+    mx.eval(tokens, best)
+    wanted, top, contenders = (x.tolist() for x in best)
+    return match_best(tokens.tolist(), wanted, top, contenders, rows)
+
+
+class Best(NamedTuple):
+    """Of rows of logits [..., n, V], each [..., n]."""
+
+    tokens: mx.array  # the first of the largest
+    top: mx.array  # the largest
+    contenders: mx.array  # how many may come to equal it
+
+
+def best_tokens(logits: mx.array) -> Best:
+    top = logits.max(axis=-1, keepdims=True)
     contenders = (logits >= top - 8 * mx.finfo(logits.dtype).eps).sum(axis=-1)
-    mx.eval(tokens, best, top, contenders)
-    wanted = best.tolist()
-    pairs = zip(tokens.tolist(), wanted, strict=False)
+    return Best(mx.argmax(logits, axis=-1), top[..., 0], contenders)
+
+
+def match_best(
+    tokens: list[int],
+    wanted: list[int],
+    top: list[float],
+    contenders: list[int],
+    rows: TargetLogits,
+) -> tuple[int, int]:
+    """`match_greedy` of tokens [l] once its rows' best [l + 1] are known (see `Best`)."""
+    pairs = zip(tokens, wanted, strict=False)
     n = next((i for i, (x, y) in enumerate(pairs) if x != y), len(tokens))
-    finite = all(math.isfinite(x) for x in top[: n + 1, 0].tolist())
-    if not finite or contenders.tolist()[: n + 1] != [1] * (n + 1):
-        return match(tokens, rows.logprobs(len(wanted)), greedy_sampler)
+    finite = all(math.isfinite(x) for x in top[: n + 1])
+    if not finite or contenders[: n + 1] != [1] * (n + 1):
+        return match(mx.array(tokens), rows.logprobs(len(wanted)), greedy_sampler)
     return n, wanted[n]
 
 

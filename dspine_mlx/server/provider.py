@@ -18,6 +18,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
 from dspine_mlx.models.choose import AUTO, choose, hint
+from dspine_mlx.models.fit import check_configs
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.options import ANY, Options
@@ -204,9 +205,10 @@ def automatic_drafter(cli_args: Namespace) -> None:
     if cli_args.draft_model is None:
         logging.warning(f"no --draft-model, so plain decoding: {hint(cli_args.model)}")
         return
-    choice = choose(cli_args.model)
-    cli_args.draft_model = choice.id
-    logging.warning(f"--draft-model auto: {choice.id}")
+    name, revision, _ = choose(cli_args.model)
+    logging.warning(f"--draft-model auto: {name}")
+    check_configs(cli_args.model, name, revision)
+    cli_args.draft_model = str(resolve(name, revision))
 
 
 def reachable(address: str) -> bool:

@@ -154,13 +154,16 @@ class Target:
         self, tokens: mx.array, cache: list[Any], ids: tuple[int, ...], eager_taps: bool = False
     ) -> tuple[mx.array, mx.array]:
         """Run one forward over tokens [n]: logits [n, V] and features [1, n, m*d] of the m taps.
+        Tokens [B, n] of several texts give logits [B, n, V] and features [B, n, m*d].
 
         eager_taps: send each tapped layer off as soon as it is built, so that an idle device
         starts while the host still builds the layers after it.
         """
+        several = tokens.ndim == 2
         with self.taps(ids, eager_taps):
-            logits = self.model(tokens[None], cache=cache)
-        return logits[0], self._tapped.features([self.layers[i] for i in ids])
+            logits = self.model(tokens if several else tokens[None], cache=cache)
+        features = self._tapped.features([self.layers[i] for i in ids])
+        return logits if several else logits[0], features
 
     def states(self, tokens: mx.array, ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
         """Run tokens [S, n] without a cache. Returns the normalised last states [S, n, d], which

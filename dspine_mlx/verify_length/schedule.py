@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
@@ -16,6 +17,9 @@ from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.store import load_calibrations, read_costs, write_costs
+
+if TYPE_CHECKING:
+    from dspine_mlx.batch.policy import Scheduled
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
@@ -31,6 +35,7 @@ class Schedule:
     budgets: dict[str, Budget] = field(default_factory=dict)  # by mode
     keep: Callable[[Curve, dict[str, Budget]], None] | None = None  # writes them to the file
     policies: dict[str, Auto] = field(default_factory=dict)
+    batch: "Scheduled | None" = None  # the policy of several texts at once
     kept_at: float = -MINUTE
 
     def policy(self, drafter: Drafter, sampler: SamplerFunction) -> Auto:

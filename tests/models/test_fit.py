@@ -38,6 +38,7 @@ from tests.support.hub import (
     entry,
     own_registry,
 )
+from tests.support.serving import serving, usage
 from tests.support.terminal import on_terminal, plain
 
 LAYOUTS = [
@@ -202,3 +203,25 @@ def test_the_table_shows_every_figure_whole(machine: dict[str, str], columns: in
     assert all(len(line.rstrip()) <= columns for line in table.splitlines())
     for word in ("4.74", "2.94 to 3.41", "MIT", "dspark_gemma4", "yes"):
         assert word in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--draft-model", "auto"), f"--draft-model auto: {DRAFTER}"),
+        ((), f"plain decoding: {DRAFTER} fits this model: add --draft-model auto"),
+    ],
+    ids=["auto", "alone"],
+)
+def test_a_server_takes_the_registrys_drafter_or_says_which_fits(
+    flags: tuple[str, ...], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_registry(tmp_path, entry())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    demo_cache(tmp_path / "hub")
+    with serving("dspine_mlx.server", tmp_path, "--model", TARGET, *flags) as server:
+        assert usage(server, max_tokens=4)["completion_tokens"] > 0
+        drafter = server.request("/health").body["draft_model"]
+        assert (drafter is None) == (not flags)
+        assert wanted in server.log.read_text()

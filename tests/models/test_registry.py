@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from dspine_mlx.checkpoints.detect import UNSUPPORTED
+from dspine_mlx.convert.report import report
 from dspine_mlx.drafters import METHODS
 from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO
 from dspine_mlx.models.registry import (
+    PAIR,
     SHIPPED,
     Entry,
     base_name,
@@ -100,8 +103,14 @@ def test_own_entries_come_first_and_replace_those_that_ship(tmp_path: Path) -> N
     found = registry(tmp_path)
     assert [e.id for e in found[:2]] == [DRAFTER, taken]
     assert [e.note for e in found if e.id == taken] == ["mine"]
-    assert len(found) == len(ENTRIES) + 1
-    assert registry(tmp_path / "nobody") == ENTRIES
+    assert len(found) == len(ENTRIES) + 2
+    assert registry(tmp_path / "nobody") == [*ENTRIES, PAIR]
+
+
+def test_the_pair_that_ships_is_known_as_it_is() -> None:
+    facts = report(DEMO / "drafter")
+    assert (PAIR.method, PAIR.block) == (facts["method"], facts["block_size"])
+    assert fitting(str(DEMO / "target"), registry()) == [PAIR]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_the_fit_is_better_on_other_rounds_too() -> None:
 
 
 def test_a_slope_below_even_odds_is_found() -> None:
-    """Sampled drafts: a flat distribution overlaps with a flat one, so chances rise again below 0."""
+    """Flat distributions overlap in sampled drafts, so chances rise again below 0."""
     rng = np.random.default_rng(0)
     logits = 4 * rng.standard_normal((20_000, 2))
     accepted = rounds_of(np.where(logits < 0, -0.5, 0.8) * logits - 0.7, 1)

@@ -179,7 +179,7 @@ def test_ctrl_c_after_the_measurement_keeps_it(
 
 @pytest.mark.parametrize(("tokens", "rounds"), [(15, 5), (16, 6)])
 def test_mlx_lms_own_speculative_decoding_is_a_mode(pair: Models, tokens: int, rounds: int) -> None:
-    """The target is its own draft model here, so every draft is accepted: 2 + 1 tokens per round."""
+    """The target is its own draft model, so every draft is accepted: 2 + 1 tokens per round."""
     own = replace(pair, model=mlx_lm.load(str(DEMO / "target"))[0], drafter=None)
     mode = f"mlx-lm-draft:{DEMO / 'target'}"
     *_, comparison = compare(own, [mode], [random_prompt(6)], max_tokens=tokens, repeat=1)

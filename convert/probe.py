@@ -51,17 +51,17 @@ def probe(drafter: str | Path, target: str | Path, max_tokens: int = 96) -> Prob
     model, tokenizer, loaded = load(target, drafter)
     assert loaded is not None
     network, config = loaded.network, loaded.config
-    ways: dict[str, dict[str, Any]] = {"as converted": {}}
-    ways |= method_of(network).readings(config, loaded.verifier)
+    changes: dict[str, dict[str, Any]] = {"as converted": {}}
+    changes |= method_of(network).readings(config, loaded.verifier)
     found: dict[str, tuple[Reading, GenerationResponse, str]] = {}
-    for name in [*ways, *ways]:
-        network.config = replace(config, **ways[name])
+    for name in [*changes, *changes]:
+        network.config = replace(config, **changes[name])
         options: dict[str, Any] = {"max_tokens": max_tokens, "verify_length": config.num_proposals}
         responses = list(stream_generate(model, tokenizer, TEXT, loaded, **options))
         last = responses[-1]
         if not last.rounds:
             raise InputError(f"{target} ended the probe's text at once, so nothing was drafted")
-        reading = Reading(name, ways[name], last.acceptance_length, last.generation_tps)
+        reading = Reading(name, changes[name], last.acceptance_length, last.generation_tps)
         found[name] = reading, last, "".join(r.text for r in responses)
     network.config = config
     best = max(reading.acceptance_length for reading, _, _ in found.values())

@@ -44,7 +44,7 @@ def pair(model: nn.Module, tokenizer: TokenizerWrapper) -> Models:
     return Models(model, tokenizer, scripted(model, text, "right"), Sampler())
 
 
-def test_ways_are_interleaved_and_compared_with_plain(
+def test_modes_are_interleaved_and_compared_with_plain(
     pair: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[int] = []
@@ -90,7 +90,7 @@ def test_a_speedup_is_the_median_over_pairs_of_runs() -> None:
     assert comparison.summary("plain")["auto_speedup"] is None
 
 
-def test_forks_and_margins(pair: Models) -> None:
+def test_divergences_and_margins(pair: Models) -> None:
     assert divergence([1, 2, 3], [1, 2, 4]) == 2
     assert divergence([1, 2], [1, 2, 4]) == 2
     prompt = random_prompt(6)
@@ -103,7 +103,7 @@ def test_forks_and_margins(pair: Models) -> None:
     assert divergence_margin(pair, prompt, plain, 3, other) == pytest.approx(margin, rel=1e-4)
 
 
-def test_summaries_name_where_each_text_forks(pair: Models) -> None:
+def test_summaries_name_where_each_text_diverges(pair: Models) -> None:
     prompt = random_prompt(6)
     plain = [token for token, _ in plain_steps(pair.model, pair.tokenizer, prompt, max_tokens=4)]
     other = [*plain[:2], (plain[2] + 1) % 2048, 7]
@@ -179,7 +179,7 @@ def test_ctrl_c_after_the_measurement_keeps_it(
 
 @pytest.mark.parametrize(("tokens", "rounds"), [(15, 5), (16, 6)])
 def test_mlx_lms_own_speculative_decoding_is_a_mode(pair: Models, tokens: int, rounds: int) -> None:
-    """Its draft model is the target itself here, so every draft stands: 2 + 1 tokens per round."""
+    """The target is its own draft model, so every draft is accepted: 2 + 1 tokens per round."""
     own = replace(pair, model=mlx_lm.load(str(DEMO / "target"))[0], drafter=None)
     mode = f"mlx-lm-draft:{DEMO / 'target'}"
     *_, comparison = compare(own, [mode], [random_prompt(6)], max_tokens=tokens, repeat=1)
@@ -216,7 +216,7 @@ def test_mlx_has_several_words_for_a_lack_of_memory(error: Exception) -> None:
     assert out_of_memory(error)
 
 
-def test_a_way_that_runs_out_of_memory_is_dropped_alone(
+def test_a_mode_that_runs_out_of_memory_is_dropped_alone(
     pair: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, error = compare_module.make_run, OUT_OF_MEMORY[1]

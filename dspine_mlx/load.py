@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from dspine_mlx.arguments import check_kernels
+from dspine_mlx.arguments import check_kernels, check_model
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.checkpoints.names import pattern_of
 from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
@@ -57,6 +57,8 @@ def load(
         raise InputError(f"the drafter {draft} needs its target; name the model it was trained for")
     if draft is not None:  # before the target's weights, which may take a minute
         read_config(resolve(draft, draft_revision))
+    check_kernels(kernels)
+    check_draft_quant(draft_quant)
     folder = resolve(model, revision, DEFAULT_ALLOW_PATTERNS)
     read_config(folder)
     target, tokenizer = open_target(folder, str(model), **options)
@@ -88,6 +90,7 @@ def load_drafter(
     plain MLX operations only.
     draft_quant: 4 or 8 packs the drafter's large matrices to so many bits; None: as they come.
     """
+    check_model(model)
     check_draft_quant(draft_quant)
     check_kernels(kernels)
     chosen = Kernels("off" if kernels == "off" else "auto")
@@ -149,16 +152,20 @@ def resolve(
     path: str | Path, revision: str | None = None, patterns: Sequence[str] = DRAFTER_FILES
 ) -> Path:
     """The local folder of a model; a Hub id is downloaded first (resumed, with progress)."""
+    if not isinstance(path, str | Path):
+        raise InputError(f"{path!r} is no model; give a folder or a Hub id owner/name")
     try:
         folder = Path(path).expanduser()
-    except RuntimeError as error:  # ~somebody, or ~ of a user without a home
-        raise InputError(f"{path} can't be found: {error}") from error
-    if folder.is_dir():
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (RuntimeError, OSError, ValueError) as error:  # ~somebody; a name that none can have
+        raise InputError(f"{str(path)!a} can't be found: {error}") from error
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise InputError(f"{path} is a file; give the folder that holds config.json")
     if isinstance(path, Path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise InputError(f"there is no folder {path}; give a model folder or a Hub id owner/name")
+        shown = str(path).encode(errors="backslashreplace").decode()
+        raise InputError(f"there is no folder {shown}; give a model folder or a Hub id owner/name")
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -4,13 +4,14 @@ MLX divides by a group size of 0, reads outside an embedding, and wraps what doe
 bits. So Python, command line and server all check here first, and raise `InputError`.
 """
 
-import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.model import EMBEDDINGS, find_body, weight_shape
@@ -44,6 +45,43 @@ def check_real(name: str, value: Any, low: float, high: float) -> None:
         raise InputError(f"{name} is {value}; it must lie in [{low}, {high}]")
 
 
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; it must come from load")
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """One of transformers', which mlx-lm's wrapper takes."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise InputError(f"the tokenizer is a {type(tokenizer).__name__}; it must come from load")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; it must be True or False")
+
+
+def check_function(name: str, value: Any) -> None:
+    """A function, or None for what happens without one."""
+    if value is not None and not callable(value):
+        raise InputError(f"{name} is {value!r}; it must be a function, or None")
+
+
+def check_processors(processors: Any) -> None:
+    if processors is None:
+        return
+    if not isinstance(processors, list | tuple):
+        raise InputError(f"logits_processors is {processors!r}; it must be a list of functions")
+    for i, processor in enumerate(processors):
+        if not callable(processor):
+            raise InputError(f"logits_processors[{i}] is {processor!r}; it must be a function")
+
+
+def check_stream(stream: Any) -> None:
+    if not isinstance(stream, mx.Stream | mx.ThreadLocalStream):
+        raise InputError(f"stream is {stream!r}; it must be an MLX stream")
+
+
 def check_kernels(mode: Any) -> None:
     if mode not in KERNEL_MODES:
         raise InputError(f"kernels is {mode!r}; it must be one of {', '.join(KERNEL_MODES)}")
@@ -56,7 +94,7 @@ def check_seed(seed: Any) -> None:
 def check_temperature(temp: Any) -> None:
     """Require 0 (greedy), or a temperature whose reciprocal MLX can multiply logprobs by."""
     number = isinstance(temp, int | float) and not isinstance(temp, bool)
-    if not number or not (temp == 0 or COLDEST <= temp < math.inf):
+    if not number or not (temp == 0 or COLDEST <= temp <= sys.float_info.max):
         raise InputError(
             f"temperature is {temp!r}; it must be 0 (greedy), or a number of at least {COLDEST}"
         )
@@ -136,7 +174,7 @@ def prompt_ids(prompt: Any, vocabulary: int | None) -> mx.array:
                 f"the prompt has the token id {token}, but the target's embedding has ids from 0 "
                 f"to {last}; the ids or the tokenizer are another model's"
             )
-    return mx.array(prompt)
+    return mx.array(np.ascontiguousarray(prompt) if isinstance(prompt, np.ndarray) else prompt)
 
 
 def check_sequence(prompt: Any) -> None:

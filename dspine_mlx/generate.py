@@ -1,6 +1,6 @@
 """mlx-lm's stream_generate and generate, with a drafter."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -8,16 +8,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, _BaseCache, make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.arguments import (
     check_cache_sizes,
+    check_flag,
+    check_function,
     check_kv_quantization,
     check_max_tokens,
+    check_model,
+    check_processors,
+    check_stream,
     check_text,
+    check_tokenizer,
     check_top_k,
     prompt_ids,
     vocabulary_of,
@@ -39,9 +45,7 @@ def plain_tokens(
 ) -> Generator[Token, None, None]:
     """Decode with mlx-lm alone, for a model without a drafter. A drafter's entries in the cache are
     left as they are."""
-    own = None
-    if prompt_cache is not None:
-        own = prompt_cache[: len(make_prompt_cache(model))]
+    own = None if prompt_cache is None else prompt_cache[: len(make_prompt_cache(model))]
     try:
         for token, logprobs in generate_step(prompt, model, prompt_cache=own, **options):
             yield token, logprobs, False
@@ -62,8 +66,7 @@ def make_caches(
     own = make_prompt_cache(model, max_kv_size)
     if given is None:
         return own + drafter.make_cache()
-    if not isinstance(given, list):
-        raise InputError(f"prompt_cache is a {type(given).__name__}; it must be a list")
+    check_own_caches(given, own)
     if len(given) == len(own):
         given.extend(drafter.make_cache())
     if len(given) != len(own) + len(drafter.layers):
@@ -74,6 +77,18 @@ def make_caches(
     if any(type(c) is not KVCache for c in given[len(own) :]):
         given[len(own) :] = drafter.make_cache()
     return given
+
+
+def check_own_caches(given: Any, own: list[Any]) -> None:
+    """A list whose first entries are caches, as many as the target's own."""
+    if not isinstance(given, list):
+        raise InputError(f"prompt_cache is a {type(given).__name__}; it must be a list")
+    if len(given) < len(own):
+        raise InputError(f"prompt_cache has {len(given)} entries; this target needs {len(own)}")
+    kinds = (_BaseCache, *map(type, own))  # some models of mlx-lm have a kind of their own
+    for i, cache in enumerate(given):
+        if not isinstance(cache, kinds):
+            raise InputError(f"prompt_cache[{i}] is {cache!r}; it must be a cache of mlx-lm's")
 
 
 def to_token_ids(
@@ -87,15 +102,16 @@ def to_token_ids(
     return prompt_ids(prompt, vocabulary)
 
 
-def check_checkpoints(prompt: mx.array, checkpoints: Checkpoints) -> Checkpoints:
-    """The checkpoints, if each lies before the prompt's last token, which prefill does not feed."""
-    wrong = [n for n in checkpoints if not 0 < n < prompt.size]
+def check_checkpoints(prompt: mx.array, checkpoints: Any) -> None:
+    """Each lies before the prompt's last token, which prefill does not feed."""
+    if not isinstance(checkpoints, Mapping) or not all(map(callable, checkpoints.values())):
+        raise InputError(f"prompt_checkpoints is {checkpoints!r}; it must be {{n: function}}")
+    wrong = [n for n in checkpoints if type(n) is not int or not 0 < n < prompt.size]
     if wrong:
         raise InputError(
             f"prompt_checkpoints has {wrong}; the places must lie between 1 and {prompt.size - 1}, "
             "the prompt's tokens but the last"
         )
-    return checkpoints
 
 
 def drafter_of(drafter: Any, draft_model: Any, model: nn.Module) -> Drafter | None:
@@ -180,12 +196,20 @@ def stream_generate(
     logits_processors are called for every row of a block, with the tokens before the row. They must
     keep no state between calls.
     """
+    check_model(model)
     check_max_tokens(max_tokens)
     drafter = drafter_of(drafter, draft_model, model)
     verify_length = verify_length_of(verify_length, num_draft_tokens)
     check_cache_sizes(prefill_step_size, max_kv_size)
     check_kv_quantization(kv_bits, kv_group_size, quantized_kv_start)
+    check_function("sampler", sampler)
+    check_function("draft_filter", draft_filter)
+    check_function("prompt_progress_callback", prompt_progress_callback)
+    check_processors(logits_processors)
+    check_flag("lookup", lookup)
+    check_stream(stream)
     if not isinstance(tokenizer, TokenizerWrapper):
+        check_tokenizer(tokenizer)
         tokenizer = TokenizerWrapper(tokenizer)
     vocabulary = vocabulary_of(model)
     prompt = to_token_ids(tokenizer, prompt, vocabulary)
@@ -197,7 +221,11 @@ def stream_generate(
     statistics = Statistics()
     quantization = KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
     quantization.check_model(model, max_kv_size)
+    checkpoints = {} if prompt_checkpoints is None else prompt_checkpoints
+    check_checkpoints(prompt, checkpoints)
     if drafter is None:
+        if prompt_cache is not None:
+            check_own_caches(prompt_cache, make_prompt_cache(model))
         tokens = plain_tokens(
             prompt,
             model,
@@ -227,7 +255,6 @@ def stream_generate(
             Lookup() if lookup else None,
             prompt_cache is not None,
         )
-        checkpoints = check_checkpoints(prompt, prompt_checkpoints or {})
         tokens = decode(
             prompt,
             text,

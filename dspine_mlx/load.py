@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from dspine_mlx.arguments import check_kernels
+from dspine_mlx.arguments import check_kernels, check_model
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.checkpoints.names import pattern_of
 from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
@@ -70,6 +70,8 @@ def load(
         if folder_of(draft) is None or folder_of(model) is None:
             check_configs(model, draft, draft_revision)
         read_config(resolve(draft, draft_revision))
+    check_kernels(kernels)
+    check_draft_quant(draft_quant)
     folder = resolve(model, revision, DEFAULT_ALLOW_PATTERNS)
     read_config(folder)
     target, tokenizer = open_target(folder, str(model), **options)
@@ -102,6 +104,7 @@ def load_drafter(
     draft_quant: 4 or 8: pack the drafter's large matrices to that many bits; None: leave them as
     they come.
     """
+    check_model(model)
     check_draft_quant(draft_quant)
     check_kernels(kernels)
     chosen = Kernels("off" if kernels == "off" else "auto")

@@ -122,14 +122,32 @@ def test_temperatures_leave_a_token_to_draw(temp: float) -> None:
         assert mx.isfinite(probs).all().item()
 
 
-@pytest.mark.parametrize("temp", [1e-40, 5e-324, float("nan"), float("inf"), -1, True, "1"])
+@pytest.mark.parametrize(
+    "temp", [1e-40, 5e-324, float("nan"), float("inf"), -1, True, "1", 10**400]
+)
 def test_other_temperatures_are_refused(temp: Any) -> None:
     assert "temperature is" in refused(check_temperature, temp)
 
 
 @pytest.mark.parametrize(
+    "settings", [{"seeded": 1}, {"seeded": None}, {"xtc_special_tokens": 5},
+    {"xtc_special_tokens": "x"}, {"xtc_special_tokens": (1.0,)}, {"xtc_special_tokens": (-1,)}],
+)  # fmt: skip
+def test_other_settings_of_a_sampler_are_refused(settings: dict[str, Any]) -> None:
+    assert next(iter(settings)) in refused(lambda: Sampler(temp=1, **settings))
+
+
+@pytest.mark.parametrize(
     "prompt",
-    [[5, 6], (5, 6), np.array([5, 6]), np.array([5, 6], np.uint8), mx.array([5, 6], mx.uint32)],
+    [
+        [5, 6],
+        (5, 6),
+        np.array([6, 5])[::-1],
+        np.array([5, 0, 6])[::2],
+        np.array([5, 6]),
+        np.array([5, 6], np.uint8),
+        mx.array([5, 6], mx.uint32),
+    ],
     ids=lambda p: type(p).__name__,
 )
 def test_flat_ids_are_a_prompt(prompt: Any) -> None:
@@ -210,7 +228,21 @@ PYTHON: list[tuple[Any, dict[str, Any]]] = [
     ([5], {"max_kv_size": 9.0}),
     ([5], {"quantized_kv_start": 2**40}),
     ([5], {"sampler": Sampler(temp=1, top_k=2048)}),
+    ([5], {"stream": None}),
+    ([5], {"lookup": 1}),
+    ([5, 6, 7], {"prompt_checkpoints": 1}),
+    ([5, 6, 7], {"prompt_checkpoints": {1: 1}}),
+    ([5, 6, 7], {"prompt_checkpoints": {1.0: print}}),
+    ([5, 6, 7], {"prompt_checkpoints": {3: print}}),
+    ([5], {"prompt_cache": 5}),
+    ([5], {"prompt_cache": ()}),
+    ([5], {"prompt_cache": [KVCache()]}),
+    ([5], {"prompt_cache": [1, 2, 3, 4]}),
+    ([5], {"logits_processors": [print, 1]}),
 ]
+FUNCTIONS = ("sampler", "logits_processors", "prompt_progress_callback", "draft_filter")
+NO_FUNCTIONS: tuple[Any, ...] = (5, "", b"x", {}, mx.array(3))
+PYTHON += [([5], {name: value}) for name in FUNCTIONS for value in NO_FUNCTIONS]
 
 
 @pytest.mark.parametrize(("prompt", "options"), PYTHON, ids=str)
@@ -225,6 +257,15 @@ def test_generation_refuses_them_before_any_forward(
     """Before the first token is asked for."""
     drafter = tiny_dflash(model) if drafted else None
     refused(lambda: dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options))
+
+
+@pytest.mark.parametrize("other", [None, 5, "x", {}, mx.array(3), int], ids=repr)
+def test_models_and_tokenizers_are_such(
+    other: Any, model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    assert "the model is a" in refused(dspine_mlx.stream_generate, other, tokenizer, [5])
+    assert "the model is a" in refused(dspine_mlx.load_drafter, ".", other)
+    assert "the tokenizer is a" in refused(dspine_mlx.stream_generate, model, other, [5])
 
 
 def test_listed() -> None:

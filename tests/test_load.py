@@ -189,6 +189,15 @@ def test_bad_folders_are_refused_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", [5, 2.5, True, b"x", [], {}, "x" * 300, "\0", "\ud800", "~nobody"])
+def test_other_names_are_refused_in_one_sentence(name: Any, model: nn.Module) -> None:
+    for call in (lambda: dspine_mlx.load(name), lambda: load_drafter(name, model)):
+        with pytest.raises(InputError) as error:
+            call()
+        str(error.value).encode()
+        assert "\n" not in str(error.value)
+
+
 def test_a_seed_does_not_notice_the_drafter(folder: Path, model: nn.Module) -> None:
     mx.random.seed(3)
     wanted = mx.random.uniform().item()

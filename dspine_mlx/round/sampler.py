@@ -15,7 +15,8 @@ from mlx_lm.sample_utils import (
     make_sampler,
 )
 
-from dspine_mlx.arguments import check_real, check_temperature, check_whole
+from dspine_mlx.arguments import check_flag, check_real, check_temperature, check_whole
+from dspine_mlx.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Sampler:
         check_whole("min_tokens_to_keep", self.min_tokens_to_keep, 1)
         check_whole("top_k", self.top_k, 0)
         check_real("xtc_threshold", self.xtc_threshold, 0, 0.5)
+        if not isinstance(self.xtc_special_tokens, tuple | list):
+            kind = type(self.xtc_special_tokens).__name__
+            raise InputError(f"xtc_special_tokens is a {kind}; it must be a tuple of token ids")
+        for token in self.xtc_special_tokens:
+            check_whole("a token of xtc_special_tokens", token, 0)
+        check_flag("seeded", self.seeded)
 
     @cached_property
     def function(self) -> SamplerFunction:

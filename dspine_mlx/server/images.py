@@ -184,7 +184,10 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if ip in NAT64:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        if ip not in UNICAST:  # retired ways to IPv4 and to a site's own addresses are elsewhere
+            return False
     return ip.is_global and not ip.is_multicast
 
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+UNICAST = ipaddress.ip_network("2000::/3")  # all that is given out of IPv6

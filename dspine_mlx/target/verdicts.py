@@ -3,12 +3,13 @@
 import hashlib
 import json
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from dspine_mlx.cache_folder import reading, write_json
+from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import source
 from dspine_mlx.metal.rows import Matrix
 from dspine_mlx.target.products import from_dict, to_dict
@@ -69,15 +70,16 @@ def path(folder: Path, key: dict[str, Any]) -> Path:
 
 def read(folder: Path, key: dict[str, Any]) -> Verdicts:
     """Read the verdicts under a key; none if the file is absent, unreadable or of another key."""
-    try:
-        data = json.loads(path(folder, key).read_text(encoding="utf-8"))
-        if data["format"] != FORMAT or data["key"] != key:
-            return {}
-        return dict(map(entry, data["verdicts"]))
-    except FileNotFoundError:
+    file = path(folder, key)
+    if not file.exists():
         return {}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        log.warning("%s can't be read (%s); races again", path(folder, key), type(error).__name__)
+    try:
+        with reading(file) as data:
+            if data["format"] != FORMAT or data["key"] != key:
+                return {}
+            return dict(map(entry, data["verdicts"]))
+    except InputError as error:
+        log.warning("%s can't be read (%s); races again", file, error)
         return {}
 
 
@@ -106,14 +108,8 @@ def write(folder: Path, key: dict[str, Any], verdicts: Verdicts) -> None:
     """Add to the file under the key. If the folder can't be written, the next load races again."""
     merged = read(folder, key) | verdicts
     entries = [as_dict(shape, rows, verdict) for (shape, rows), verdict in sorted_items(merged)]
-    text = json.dumps({"format": FORMAT, "key": key, "verdicts": entries}, indent=1)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, prefix="kernels-", suffix=".tmp", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-        Path(file.name).replace(path(folder, key))
+        write_json(path(folder, key), {"format": FORMAT, "key": key, "verdicts": entries})
     except OSError as error:
         log.warning("verdicts on kernels can't be kept in %s: %s", folder, error.strerror)
 

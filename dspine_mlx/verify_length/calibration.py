@@ -40,7 +40,9 @@ class Calibration:
     def from_dict(cls, data: dict[str, Any]) -> "Calibration":
         """Read from JSON; ValueError, KeyError or TypeError when it is not a calibration."""
         T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
-        return cls(T, b, int(data["rounds"]), data["ece_before"], data["ece_after"], s)
+        errors = [data[name] for name in ("ece_before", "ece_after")]
+        before, after = (None if error is None else float(error) for error in errors)
+        return cls(T, b, int(data["rounds"]), before, after, s)
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)

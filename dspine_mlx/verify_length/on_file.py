@@ -1,6 +1,5 @@
 """Files in the cache folder: which pair each belongs to, its age, and whether it is sane."""
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from dspine_mlx.cache_folder import reading
+from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length import store
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.fit import LEAST_ROUNDS
 
 DAY = 24 * 3600.0
+UNREADABLE = "it can't be read"
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,12 @@ class CalibrationsOnFile(OnFile):
 def costs_on_file() -> Iterator[CostsOnFile]:
     for path in files("costs"):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            pair = pair_name(data)
-            curve = Curve.from_dict(data["curve"])
-            device, version = str(data["key"]["device"]), str(data["key"]["mlx"])
-        except store.UNUSABLE as error:
-            yield CostsOnFile(path.name, days_old(path), "unknown pair", unreadable(error))
+            with reading(path) as data:
+                pair = pair_name(data)
+                curve = Curve.from_dict(data["curve"])
+                device, version = str(data["key"]["device"]), str(data["key"]["mlx"])
+        except InputError:
+            yield CostsOnFile(path.name, days_old(path), "unknown pair", UNREADABLE)
             continue
         problem = other_machine(device, version) or curve.contradiction()
         yield CostsOnFile(path.name, days_old(path), pair, problem, device, version, curve)
@@ -57,11 +59,11 @@ def costs_on_file() -> Iterator[CostsOnFile]:
 def calibrations_on_file() -> Iterator[CalibrationsOnFile]:
     for path in files("calibration"):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            pair = pair_name(data)
-            modes = {str(m): Calibration.from_dict(value) for m, value in data["modes"].items()}
-        except store.UNUSABLE as error:
-            yield CalibrationsOnFile(path.name, days_old(path), "unknown pair", unreadable(error))
+            with reading(path) as data:
+                pair = pair_name(data)
+                modes = {str(m): Calibration.from_dict(value) for m, value in data["modes"].items()}
+        except InputError:
+            yield CalibrationsOnFile(path.name, days_old(path), "unknown pair", UNREADABLE)
             continue
         yield CalibrationsOnFile(path.name, days_old(path), pair, looks_unreliable(modes), modes)
 
@@ -71,17 +73,13 @@ def files(kind: str) -> list[Path]:
 
 
 def days_old(path: Path) -> float:
-    return max(0.0, time.time() - path.stat().st_mtime) / DAY
+    return max(0.0, time.time() - path.lstat().st_mtime) / DAY
 
 
 def pair_name(data: dict[str, Any]) -> str:
     """Name of the pair that a file belongs to; older files have its digests only."""
     digests = f"target {data['key']['target']} with drafter {data['key']['drafter']}"
     return str(data.get("pair") or digests)
-
-
-def unreadable(error: Exception) -> str:
-    return f"it can't be read ({type(error).__name__})"
 
 
 def other_machine(device: str, version: str) -> str:

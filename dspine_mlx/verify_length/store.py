@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.cache_folder import cache_folder
+from dspine_mlx.cache_folder import cache_folder, reading, write_json
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.costs import Curve
@@ -28,7 +28,6 @@ from dspine_mlx.verify_length.misfit import Misfit
 log = logging.getLogger(__name__)
 FORMAT = "2"
 SHIPPED = "calibration.json"  # in a drafter's folder
-UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, OSError)  # of JSON that isn't ours
 
 
 class Shown(NamedTuple):
@@ -46,16 +45,16 @@ def read_costs(drafter: Drafter) -> Shown:
     if not path.is_file():
         return Shown()
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        curve = Curve.from_dict(data["curve"])
-        widths = drafter.config.num_proposals + 1
-        if data["key"] != pair_key(drafter) or len(curve.verify[0]) != widths:
-            raise ValueError("it belongs to another pair")
-        if curve.contradiction():
-            raise ValueError(curve.contradiction())
-        budgets = {str(m): Budget.from_dict(b) for m, b in data.get("budgets", {}).items()}
-        misfit = Misfit.from_dict(data["misfit"]) if "misfit" in data else None
-    except UNUSABLE as error:
+        with reading(path) as data:
+            curve = Curve.from_dict(data["curve"])
+            widths = drafter.config.num_proposals + 1
+            if data["key"] != pair_key(drafter) or len(curve.verify[0]) != widths:
+                raise InputError("it belongs to another pair")
+            if curve.contradiction():
+                raise InputError(curve.contradiction())
+            budgets = {str(m): Budget.from_dict(b) for m, b in data.get("budgets", {}).items()}
+            misfit = Misfit.from_dict(data["misfit"]) if "misfit" in data else None
+    except InputError as error:
         log.warning("%s can't be used (%s); the costs are measured again", path, error)
         return Shown()
     return Shown(curve, budgets, misfit)
@@ -65,7 +64,7 @@ def write_costs(drafter: Drafter, curve: Curve, budgets: Mapping[str, Budget]) -
     data = {"key": pair_key(drafter), "pair": describe(drafter), "curve": asdict(curve)}
     data["budgets"] = {mode: asdict(budget) for mode, budget in budgets.items()}
     data["misfit"] = drafter.misfit.as_dict()
-    write_json(costs_path(drafter), data)
+    keep(costs_path(drafter), data)
 
 
 def costs_path(drafter: Drafter) -> Path:
@@ -79,7 +78,7 @@ def calibration_path(drafter: Drafter) -> Path:
 def save_calibrations(path: Path, drafter: Drafter, modes: dict[str, Calibration]) -> None:
     fitted = {mode: asdict(calibration) for mode, calibration in modes.items()}
     key, pair = calibration_key(drafter), describe(drafter)
-    write_json(path, {"key": key, "pair": pair, "modes": fitted})
+    keep(path, {"key": key, "pair": pair, "modes": fitted})
 
 
 def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, Calibration]:
@@ -93,27 +92,22 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
     if path is None:
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["key"] != calibration_key(drafter):
-            raise ValueError("it belongs to another pair")
-        modes = {name: Calibration.from_dict(value) for name, value in data["modes"].items()}
-        if any(len(c.biases) != drafter.config.num_proposals for c in modes.values()):
-            raise ValueError("it has another number of slots")
-    except UNUSABLE as error:
+        with reading(path) as data:
+            if data["key"] != calibration_key(drafter):
+                raise InputError("it belongs to another pair")
+            modes = {name: Calibration.from_dict(value) for name, value in data["modes"].items()}
+            if any(len(c.biases) != drafter.config.num_proposals for c in modes.values()):
+                raise InputError("it has another number of slots")
+    except InputError as error:
         log.warning("%s can't be used (%s); confidences stay uncalibrated", path, error)
         return {}
     return modes
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
+def keep(path: Path, data: dict[str, Any]) -> None:
     """Write atomically; a folder that can't be written is only warned about."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(data, file, indent=1)
-        os.replace(file.name, path)
+        write_json(path, data)
     except OSError as error:
         log.warning("%s can't be written (%s); it will be made again next time", path, error)
 

@@ -55,7 +55,7 @@ def test_notes_are_no_problems(model: nn.Module) -> None:
     (cache_folder() / "costs-1.json").write_text("{")
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
-    note = "note    costs: unknown pair; 0 days old; it can't be read (JSONDecodeError) (delete"
+    note = "note    costs: unknown pair; 0 days old; it can't be read (delete"
     assert f"{note} costs-1.json; it is measured again when needed)" in result.stdout
 
 

@@ -16,7 +16,8 @@ from dspine_mlx.server.fields import COLDEST, FIELDS, TEMPLATE_OPTIONS, FieldErr
 from dspine_mlx.server.validation import checked, parse_body
 
 V = 64
-NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.floats(-3, 3)
+HUGE = st.integers(300, 4000).flatmap(lambda n: st.sampled_from([10**n, -(10**n)]))  # no floats
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.floats(-3, 3) | HUGE
 CLOSE = st.floats(0, 1).map(lambda x: x**40)  # down to what no float32 holds
 SAMPLING: dict[str, Any] = dict.fromkeys(
     (
@@ -88,7 +89,7 @@ def test_what_passes_can_be_sampled_with(fields: dict[str, Any], dtype: mx.Dtype
 
 @given(
     st.sampled_from([n for n in SAMPLING if n != "logit_bias"]),
-    st.sampled_from(["1", True, [], {}, "nan", "inf", 1e308, -1e308, 2**40 + 0.5]),
+    st.sampled_from(["1", True, [], {}, "nan", "inf", 1e308, -1e308, 2**40 + 0.5, 10**400]),
 )
 @settings(deadline=None)
 def test_other_types_and_sizes_are_named(name: str, value: Any) -> None:

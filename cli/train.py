@@ -299,6 +299,7 @@ def regenerate(
             batch_size=batch_size,
             progress=lambda done, total: bar.update(task, completed=done),
         )
+    typer.echo(f"answers to {len(chats)} prompts are in {output}")
 
 
 @app.command("eval")

@@ -236,7 +236,7 @@ PYTHON: list[tuple[Any, dict[str, Any]]] = [
     ([5, 6, 7], {"prompt_checkpoints": {3: print}}),
     ([5], {"prompt_cache": 5}),
     ([5], {"prompt_cache": ()}),
-    ([5], {"prompt_cache": [KVCache()]}),
+    pytest.param([5], {"prompt_cache": [KVCache()]}, id="one cache"),
     ([5], {"prompt_cache": [1, 2, 3, 4]}),
     ([5], {"logits_processors": [print, 1]}),
 ]

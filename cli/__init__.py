@@ -1,4 +1,4 @@
-"""The dspine-mlx command: one file a subcommand."""
+"""The dspine-mlx command: one file per subcommand."""
 
 import io
 import os
@@ -11,10 +11,12 @@ import typer
 from dspine_mlx import __version__
 from dspine_mlx.cli.bench import bench
 from dspine_mlx.cli.calibrate import calibrate
+from dspine_mlx.cli.chat import chat
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.inspect import inspect
+from dspine_mlx.cli.models import models
 from dspine_mlx.cli.options import SeveralValues
 from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
@@ -31,8 +33,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=SeveralValues)(generate)
+app.command()(chat)
 app.command()(convert)
 app.command()(inspect)
+app.command()(models)
 app.command()(bench)
 app.command()(doctor)
 app.command()(report)
@@ -61,14 +65,14 @@ def options(
 def one_sentence(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """What a failure prints in place of a traceback."""
+    """The sentence that a failure prints in place of a traceback."""
     if issubclass(kind, KeyboardInterrupt):
         return
     typer.echo(f"dspine-mlx: {' '.join(str(error).split()) or kind.__name__}", err=True)
 
 
 def prepare_streams() -> None:
-    """A width that can't be one is as none, and a character that the locale lacks is a '?'.
+    """Ignore an impossible width, and print '?' for characters that the locale lacks.
 
     Closed streams lead nowhere, lest a file of weights becomes standard input, which MLX refuses.
     """
@@ -83,7 +87,7 @@ def prepare_streams() -> None:
 
 
 def main() -> None:
-    """Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
+    """Run the command. Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
     prepare_streams()
     try:
         app()

@@ -18,8 +18,8 @@ def bench(
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help="Drafter: a folder or Hub id. Without one that fits the target, only mlx-lm's "
-            "own ways are measured.",
+            help="Drafter: a folder or Hub id, or 'auto'. Without one that fits the target, only "
+            "mlx-lm's own modes are measured.",
             rich_help_panel=PAIR,
         ),
     ] = None,
@@ -28,8 +28,8 @@ def bench(
         typer.Option(
             "--suite",
             "--prompts",
-            help="humaneval, gsm-templates, gsm8k, mt-bench, or a file: .jsonl, or a prompt a "
-            "line. Your own traffic tells most.",
+            help="humaneval, gsm-templates, gsm8k, mt-bench, or a file: .jsonl, or one prompt "
+            "per line. Your own traffic tells most.",
             rich_help_panel=LOAD,
         ),
     ] = None,
@@ -40,14 +40,14 @@ def bench(
     depths: Annotated[
         str,
         typer.Option(
-            help="Tokens of filler before each prompt, by commas, such as 0,4096.",
+            help="Tokens of filler before each prompt, separated by commas, such as 0,4096.",
             rich_help_panel=LOAD,
         ),
     ] = "0",
     concurrency: Annotated[
         int | None,
         typer.Option(
-            help="Measure the server instead: so many requests at once through `dspine-mlx serve` "
+            help="Measure the server instead: this many concurrent requests to `dspine-mlx serve` "
             "on this machine, HTTP included. Tokens per second of all of them together, and the "
             "time to the first text, of plain decoding in mlx-lm's batches (plain) against "
             "drafting one request after another (auto, fixed:N). The server's default is to "
@@ -62,13 +62,14 @@ def bench(
     compare: Annotated[
         str,
         typer.Option(
-            help="Ways to compare, by commas: plain (always measured), auto, fixed:N (N drafted "
-            "tokens offered a round), mlx-lm-draft:MODEL (mlx-lm's own speculative decoding).",
+            help="Modes to compare, separated by commas: plain (always measured), auto, fixed:N "
+            "(N drafted tokens offered per round), mlx-lm-draft:MODEL (mlx-lm's own speculative "
+            "decoding).",
             rich_help_panel=MEASURE,
         ),
     ] = "plain,fixed:4,auto",
     repeat: Annotated[
-        int, typer.Option(help="Runs of each text and way.", rich_help_panel=MEASURE)
+        int, typer.Option(help="Runs of each text and mode.", rich_help_panel=MEASURE)
     ] = 3,
     json_file: Annotated[
         Path | None,
@@ -84,7 +85,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure speed against mlx-lm's own decoding, all ways in turn in one run.
+    """Measure speed against mlx-lm's own decoding, all modes in turn in one run.
 
     Prints medians over all texts and runs: tokens per second since the prompt was read, and of the
     whole call; speed-up over plain decoding of the same text in the same turn (and its range), of
@@ -94,8 +95,9 @@ def bench(
     a round's time goes. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.cli.bench_runs import alone, at_once, load_pair
+    from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one
     from dspine_mlx.cli.bench_tables import check_plot, draw
+    from dspine_mlx.cli.drafter import chosen
     from dspine_mlx.measure.compare import verify_length
     from dspine_mlx.measure.prompts import load_suite
 
@@ -110,17 +112,18 @@ def bench(
         raise InputError("--concurrency measures the server, without --depths and --plot")
     if suite is None:
         raise InputError("there are no prompts; give --suite with a name or a file")
-    ways = [way.strip() for way in compare.split(",") if way.strip()]
-    for way in ways:
-        verify_length(way)
+    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
+    for mode in modes:
+        verify_length(mode)
     positions = whole_numbers("--depths", depths)
     messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
     settings = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp, "repeat": repeat}
+    draft_model = chosen(model, draft_model)
     if concurrency is not None:
-        results = [at_once(concurrency, (model, draft_model), ways, messages, settings)]
+        results = [concurrent(concurrency, (model, draft_model), modes, messages, settings)]
     else:
-        pair, ways = load_pair(model, draft_model, temp, ways)
-        results = list(alone(pair, ways, messages, positions, settings))
+        pair, modes = load_pair(model, draft_model, temp, modes)
+        results = list(one_by_one(pair, modes, messages, positions, settings))
     if json_file is not None:
         with new_file(json_file) as part:
             part.write_text(json.dumps(document(settings, results), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What dspine-mlx bench prints and draws."""
+"""Tables and plots of dspine-mlx bench."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,9 @@ from dspine_mlx.measure.clock import LEAST_TOKENS
 Row = dict[str, Any]
 
 
-def label(way: str) -> str:
-    """A way without the folder its draft model lies in."""
-    kind, colon, model = way.partition(":")
+def label(mode: str) -> str:
+    """A mode's label, without the folder of its draft model."""
+    kind, colon, model = mode.partition(":")
     return f"{kind}{colon}{model.rstrip('/').rpartition('/')[2]}"
 
 
@@ -37,11 +37,11 @@ def show_depth(result: Row) -> None:
 
 
 def show_dropped(result: Row) -> None:
-    for way, reason in result["dropped"].items():
-        typer.echo(f"{label(way)} was dropped: {reason}", err=True)
+    for mode, reason in result["dropped"].items():
+        typer.echo(f"{label(mode)} was dropped: {reason}", err=True)
 
 
-def show_crowd(result: Row) -> None:
+def show_batches(result: Row) -> None:
     screen = console()
     screen.print(f"\n{result['requests']} requests at once through dspine-mlx serve")
     rows = result["ways"]
@@ -92,7 +92,7 @@ def comparison(rows: Sequence[Row]) -> Cells:
             ratio(row),
             f"{row['acceptance_length']:.2f}",
             "-" if row["identical"] is None else f"{row['identical']}/{row['texts']}",
-            first_fork(row),
+            first_divergence(row),
             milliseconds(row["first_token_seconds"]),
             f"{row['peak_memory_gb']:.2f}",
             *([speed_of_auto(row)] * auto),
@@ -113,13 +113,13 @@ def ratio(row: Row) -> str:
     return f"{row['speedup']:.2f} ({low:.2f}-{high:.2f})"
 
 
-def first_fork(row: Row) -> str:
+def first_divergence(row: Row) -> str:
     """The earliest token that differs from plain decoding's, and the margin there in nats."""
     if not row["forks"]:
         return ""
-    fork = min(row["forks"], key=lambda fork: fork["token"])
-    margin = "" if fork["margin"] is None else f" ({fork['margin']:.2g})"
-    return f"{fork['token']}{margin}"
+    divergence = min(row["forks"], key=lambda divergence: divergence["token"])
+    margin = "" if divergence["margin"] is None else f" ({divergence['margin']:.2g})"
+    return f"{divergence['token']}{margin}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -143,7 +143,7 @@ def check_plot() -> None:
 
 
 def draw(results: Sequence[Row], plot: Path) -> None:
-    """Speed-ups by way, a bar for every depth; a way that was dropped has none."""
+    """Draw speed-ups by mode, a bar per depth; a mode that was dropped has none."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""dspine-mlx calibrate: how far a drafter's confidence can be trusted, and a correction for it."""
+"""dspine-mlx calibrate: measure and correct a drafter's confidence."""
 
 import json
 from importlib.util import find_spec
@@ -26,14 +26,14 @@ def calibrate(
     prompts: Annotated[
         str,
         typer.Option(
-            help="A file (.jsonl, or a prompt a line) or one of humaneval, gsm-templates, gsm8k, "
+            help="A file (.jsonl, or a prompt per line) or one of humaneval, gsm-templates, gsm8k, "
             "mt-bench. Your own traffic is best."
         ),
     ] = "gsm-templates",
     held_out: Annotated[
         str | None,
         typer.Option(
-            help="Prompts of the same kind to measure on; without, half of the others serve first."
+            help="Prompts of the same kind to measure on; default: half of the others at first."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts to use, of each file.")] = 40,
@@ -41,14 +41,14 @@ def calibrate(
     temps: Annotated[
         str,
         typer.Option(
-            help="Temperatures to calibrate at, by commas: 0 is greedy; each other one serves its "
-            "band, which begin above 0, at 0.5 and at 0.9."
+            help="Temperatures to calibrate at, separated by commas: 0 is greedy; each other one "
+            "serves its band. Bands begin above 0, at 0.5 and at 0.9."
         ),
     ] = "0,0.7,1",
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Write here; else beside the measured costs, where it is found by itself."
+            help="Write here; else beside the measured costs, where it is found automatically."
         ),
     ] = None,
     plot: Annotated[
@@ -118,7 +118,7 @@ def numbers(value: str) -> list[float]:
     except ValueError:
         temperatures = [-1.0]
     if min(temperatures) < 0:
-        raise InputError(f"--temps is {value!r}; it must be numbers from 0 on, by commas")
+        raise InputError(f"--temps is {value!r}; it must be numbers from 0 on, separated by commas")
     return temperatures
 
 
@@ -135,7 +135,7 @@ def report(one: "Fit") -> dict[str, Any]:
 
 
 def show(mode: str, one: "Fit") -> None:
-    """Each slot's T, b, s, and calibration error of the survival on held-out text."""
+    """Print each slot's T, b, s, and the survival's calibration error on held-out text."""
     from dspine_mlx.cli.screen import console, print_table
 
     fitted, errors = one.calibration, (one.before, one.after, one.by_chance)
@@ -158,7 +158,7 @@ def show(mode: str, one: "Fit") -> None:
 
 
 def draw(fits: "dict[str, Fit]", path: Path) -> None:
-    """Survival as predicted against survival as it was, before and after, in 15 bins."""
+    """Plot actual against predicted survival, before and after calibration, in 15 bins."""
     import matplotlib
     import numpy as np
 

@@ -28,7 +28,7 @@ def convert(
     q_group_size: Annotated[
         int | None,
         typer.Option(
-            help="Weights that share a scale; default: the mode's.", rich_help_panel=STORE
+            help="Number of weights that share a scale; default: the mode's.", rich_help_panel=STORE
         ),
     ] = None,
     q_bits: Annotated[
@@ -101,15 +101,12 @@ def convert(
     ] = False,
     rename: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON table of tensor names, for names not known yet.", rich_help_panel=SOURCE
-        ),
+        typer.Option(help="JSON table of tensor names, for unknown names.", rich_help_panel=SOURCE),
     ] = None,
     target_layer_ids: Annotated[
         str | None,
         typer.Option(
-            help="Target layers the drafter reads, such as 1,9,17; only where config.json has "
-            "none.",
+            help="Target layers the drafter reads, such as 1,9,17; only if config.json has none.",
             rich_help_panel=SOURCE,
         ),
     ] = None,
@@ -129,7 +126,7 @@ def convert(
         bool,
         typer.Option(
             "--probe",
-            help="Run a known text through --target and the result; a misread checkpoint shows.",
+            help="Run a known text through --target and the result, to catch misread checkpoints.",
             rich_help_panel=CHECK,
         ),
     ] = False,
@@ -183,7 +180,7 @@ def convert(
 
 
 def refuse(quant_predicate: str | None, dequantize: bool, trust_remote_code: bool) -> None:
-    """mlx_lm.convert's flags that make no sense for a drafter."""
+    """Refuse flags of mlx_lm.convert that make no sense for a drafter."""
     if quant_predicate is not None:
         raise InputError(
             "--quant-predicate mixes the bits of a whole model's layers; a drafter's large "
@@ -268,7 +265,7 @@ def show(plan: "Plan", out: Path, dry_run: bool) -> None:
 
 
 def plan_rows(plan: "Plan") -> tuple[list[str], list[list[str]]]:
-    """The plan in columns: parameter, shape, dtypes, bytes, the tensors it comes from."""
+    """The plan in columns: parameter, shape, dtypes, bytes, source tensors."""
     rows = []
     for item in plan.items:
         sources = "same" if item.sources == (item.path,) else " + ".join(item.sources)

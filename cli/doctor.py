@@ -14,8 +14,8 @@ def doctor(
 ) -> None:
     """Examine this machine: chip, memory, packages, kernels, measured costs, caches.
 
-    Says what to do where something is to be done. The exit status is 1 if something does not work,
-    a PROBLEM, and 0 with notes only.
+    Gives advice where there is something to do. The exit status is 1 if something does not work (a
+    PROBLEM), and 0 with notes only.
     """
     from dspine_mlx.measure.doctor import PROBLEM, examine
 

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.options import (
+    PAIR,
+    AdapterOption,
+    DraftOption,
+    DraftQuantOption,
+    KernelsOption,
+    NoLookupOption,
+    NoProfileOption,
+    TargetOption,
+    TrustOption,
+    VerifyLengthOption,
+)
 from dspine_mlx.cli.prompting import (
     apply_template,
     has_template,
@@ -29,34 +40,11 @@ def generate(
         str | None, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")
     ] = None,
     model: TargetOption = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter: a folder or Hub id of a checkpoint.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
-    adapter_path: Annotated[
-        str | None, typer.Option(help="Adapter weights for the target.", rich_help_panel=PAIR)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option(help="Let the tokenizer run its own code.", rich_help_panel=PAIR)
-    ] = False,
-    draft_quant: Annotated[
-        int | None,
-        typer.Option(
-            help="Quantise the drafter's large matrices to 4 or 8 bits while loading it.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
-    verify_length: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafted tokens offered to the target per round: 'auto' (the default), or a "
-            "number; 0 is plain decoding.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
+    draft_model: DraftOption = None,
+    adapter_path: AdapterOption = None,
+    trust_remote_code: TrustOption = False,
+    draft_quant: DraftQuantOption = None,
+    verify_length: VerifyLengthOption = None,
     num_draft_tokens: Annotated[
         int | None,
         typer.Option(help="mlx-lm's name for --verify-length N.", rich_help_panel=PAIR),
@@ -66,39 +54,18 @@ def generate(
         typer.Option(
             "--quantize-activations",
             "-qa",
-            help="Quantise the target's activations as its weights are.",
+            help="Quantise the target's activations like its weights.",
             rich_help_panel=PAIR,
         ),
     ] = False,
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="'auto': the package's kernels where they win; 'exact': verify only with plain "
-            "decoding's bits, as checked here; 'off': plain MLX.",
-            rich_help_panel=PAIR,
-        ),
-    ] = "auto",
-    no_lookup: Annotated[
-        bool,
-        typer.Option(
-            "--no-lookup",
-            help="Don't offer copies of earlier text where they are worth more than a draft.",
-            rich_help_panel=PAIR,
-        ),
-    ] = False,
-    no_profile: Annotated[
-        bool,
-        typer.Option(
-            "--no-profile",
-            help="For verify length 'auto': guess what a step costs at first, don't measure it.",
-            rich_help_panel=PAIR,
-        ),
-    ] = False,
+    kernels: KernelsOption = "auto",
+    no_lookup: NoLookupOption = False,
+    no_profile: NoProfileOption = False,
     explain: Annotated[
         bool,
         typer.Option(
             "--explain",
-            help="A table of all rounds after the text: chances, costs, the length chosen.",
+            help="Print a table of all rounds after the text: chances, costs, the length chosen.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -107,7 +74,7 @@ def generate(
     ] = 256,
     system_prompt: Annotated[str | None, typer.Option(help="System message.")] = None,
     prefill_response: Annotated[
-        str | None, typer.Option(help="Beginning of the answer, to be continued.")
+        str | None, typer.Option(help="Beginning of the answer, which the model continues.")
     ] = None,
     chat_template_args: Annotated[
         str,
@@ -175,14 +142,14 @@ def generate(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Seed of the draws; the text is mlx_lm.generate's with the same seed.",
+            help="Random seed; the text is mlx_lm.generate's with the same seed.",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
     max_kv_size: Annotated[
         int | None,
         typer.Option(
-            help="Keep this many positions only: the first 4 and the newest.", rich_help_panel=CACHE
+            help="Keep only this many positions: the first 4 and the newest.", rich_help_panel=CACHE
         ),
     ] = None,
     kv_bits: Annotated[
@@ -195,7 +162,7 @@ def generate(
         int, typer.Option(help="Position to quantise the cache from.", rich_help_panel=CACHE)
     ] = 5000,
     prefill_step_size: Annotated[
-        int, typer.Option(help="Prompt tokens in one forward.", rich_help_panel=CACHE)
+        int, typer.Option(help="Prompt tokens per forward.", rich_help_panel=CACHE)
     ] = 2048,
     prompt_cache_file: Annotated[
         Path | None,
@@ -232,7 +199,7 @@ def generate(
         bool, typer.Option("--quiet", help="No summary.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
-    """Generate text: the target's own, with a drafter that makes it come faster."""
+    """Generate text: the target's own, made faster by a drafter."""
     import mlx.core as mx
 
     from dspine_mlx.arguments import (
@@ -244,6 +211,7 @@ def generate(
         vocabulary_of,
     )
     from dspine_mlx.cli import summary
+    from dspine_mlx.cli.drafter import chosen, say_what_fits
     from dspine_mlx.cli.prompt_cache import read_saved_prompt
     from dspine_mlx.generate import stream_generate
     from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
@@ -266,6 +234,7 @@ def generate(
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, model, kv_bits, kv_group_size)
         model = saved.model
+    draft_model = chosen(model, draft_model)
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
@@ -280,10 +249,7 @@ def generate(
         model_config={"quantize_activations": True} if quantize_activations else {},
     )
     if drafter is None and length != 0:
-        typer.echo(
-            "No drafter: plain decoding. --draft-model names one that was trained for this model.",
-            err=True,
-        )
+        say_what_fits(model)
     for token in extra_eos_token or []:
         add_eos_token(tokenizer, readable("--extra-eos-token", token))
     if sampler.temp > 0:

@@ -1,4 +1,4 @@
-"""dspine-mlx inspect: what a drafter's or target's folder is."""
+"""dspine-mlx inspect: facts about a drafter's or target's folder."""
 
 import json
 from pathlib import Path
@@ -23,11 +23,11 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Say what a drafter is: method, layout, the target it fits, sizes, and any problems. Of a
-    target: its kind and sizes."""
+    """Describe a drafter: method, layout, the target it fits, sizes, and any problems. For a
+    target: its kind and sizes, and public drafters for it."""
     from dspine_mlx.load import resolve
 
-    facts = facts_of(resolve(path, revision), check_weights)
+    facts = facts_of(resolve(path, revision), check_weights, path)
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -36,16 +36,18 @@ def inspect(
         raise typer.Exit(1)
 
 
-def facts_of(folder: Path, check_weights: bool) -> dict[str, Any]:
+def facts_of(folder: Path, check_weights: bool, name: str) -> dict[str, Any]:
     from dspine_mlx.checkpoints.files import read_config
     from dspine_mlx.convert.report import report
+    from dspine_mlx.models.registry import fitting, registry
     from dspine_mlx.target.facts import is_target, target_facts
 
     try:
         return report(folder, check_weights)
     except InputError:
         if is_target(read_config(folder)):
-            return target_facts(folder)
+            drafters = [entry.id for entry in fitting(name, registry())]
+            return target_facts(folder) | {"drafters": drafters}
         raise
 
 

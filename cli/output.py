@@ -1,4 +1,4 @@
-"""Files that commands write: never over one that exists, and whole or not at all."""
+"""Output files of commands: never overwriting, and either complete or absent."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from dspine_mlx.errors import InputError
 
 
 def check_new(path: Path | None) -> None:
-    """`InputError` before the work, if a file could not be written after it."""
+    """Raise `InputError` before the work if the file could not be written after it."""
     if path is None:
         return
     if path.exists() or path.is_symlink():
@@ -19,7 +19,8 @@ def check_new(path: Path | None) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A file beside `path` that becomes it when the block ends well, and vanishes if not."""
+    """Yield a temporary file beside `path`. It is renamed to `path` if the block succeeds, and
+    deleted if not."""
     part = path.with_name(f".{path.name}.part")
     try:
         yield part

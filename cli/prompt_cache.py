@@ -15,7 +15,7 @@ from dspine_mlx.errors import InputError
 
 @dataclass(frozen=True)
 class SavedPrompt:
-    """Caches of a prompt, and the model they are of."""
+    """Caches of a prompt, and the model they belong to."""
 
     caches: list[Any]
     model: str
@@ -39,7 +39,7 @@ class SavedPrompt:
 def read_saved_prompt(
     path: Path, model: str | None, kv_bits: int | None, kv_group_size: int
 ) -> SavedPrompt:
-    """A file of mlx_lm.cache_prompt's; the flags must say what it was saved with."""
+    """Read a file of mlx_lm.cache_prompt's; the flags must match those it was saved with."""
     if not path.is_file():
         raise InputError(f"there is no prompt cache {path}; mlx_lm.cache_prompt saves one")
     read_header(path)

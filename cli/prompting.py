@@ -1,4 +1,4 @@
-"""A prompt as the command line gives it, to token ids."""
+"""From a command line's prompt to token ids."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from dspine_mlx.errors import InputError
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-QUERY = "<query>"  # where the prompt goes while the template is tried out
+QUERY = "<query>"  # stands in for the prompt while the template is tried out
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The text of -p, or of standard input for '-'."""
+    """Read the text of -p, or of standard input for '-'."""
     if prompt is None:
         raise InputError("there is no prompt; give one with -p TEXT, or '-p -' for standard input")
     text = read_standard_input() if prompt == "-" else readable("--prompt", prompt)
@@ -39,8 +39,8 @@ def read_standard_input() -> str:
 
 
 def readable(flag: str, text: str) -> str:
-    """An argument's text; Python keeps bytes that are not in the locale's encoding as surrogates,
-    which no tokenizer takes."""
+    """Check an argument's text. Python keeps bytes that are not in the locale's encoding as
+    surrogates, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -94,9 +94,9 @@ def apply_template(
     *,
     as_suffix: bool = False,
 ) -> list[int]:
-    """The messages as the model's own chat template writes them.
+    """Render the messages with the model's own chat template.
 
-    as_suffix: only from the user's text on, what comes before is in a prompt cache.
+    as_suffix: only from the user's text on; what comes before is in a prompt cache.
     """
     prefilled = messages[-1]["role"] == "assistant"
     how = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled}
@@ -119,3 +119,18 @@ def apply_template(
             "this model's chat template makes nothing of the prompt; use --ignore-chat-template"
         )
     return ids
+
+
+def chat_text(
+    tokenizer: "TokenizerWrapper", messages: list[dict[str, str]], arguments: dict[str, Any]
+) -> str:
+    """The text that the chat template makes of messages, up to where the answer begins."""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **arguments
+            )
+        )
+    except Exception as error:  # noqa: BLE001  a template is a program of the model's publisher
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"this model's chat template fails on the message: {reason}") from error

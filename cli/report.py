@@ -1,4 +1,4 @@
-"""dspine-mlx report: what this machine is and measures, to be shown to others."""
+"""dspine-mlx report: facts and figures about this machine, to share."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from dspine_mlx.cli.output import check_new, new_file
 
 def report(
     output: Annotated[
-        Path | None, typer.Option(help="Write to this new file; without it, print.")
+        Path | None, typer.Option(help="Write to this new file; default: print.")
     ] = None,
     bench: Annotated[
         bool, typer.Option("--bench", help="Also measure the pair's speed on two short prompts.")
@@ -23,10 +23,10 @@ def report(
 ) -> None:
     """Make a report to attach to a bug, or to send as a measurement of your chip.
 
-    It has what doctor finds, versions, the measured costs and calibrations on file, numbers from
-    the pair's config.json and, with --bench, a short measurement; as text and, below, as JSON. It
-    has no prompts, no generated text, no paths, no names of user, machine or models. Read it
-    before you send it.
+    It has doctor's findings, versions, the measured costs and calibrations on file, numbers from
+    the pair's config.json and, with --bench, a short measurement, as text and then as JSON. It has
+    no prompts, no generated text, no paths, and no names of user, machine or models. Read it before
+    you send it.
     """
     check_new(output)
     from dspine_mlx.measure.report import as_text, bundle

@@ -1,4 +1,4 @@
-"""What commands print: consoles that keep every figure whole, whatever their width."""
+"""Printing: consoles of any width that never cut a figure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-DEFAULT, PIPED = 80, 200  # columns: of a terminal that does not tell, and of a file
-NARROWEST = 20  # columns that a terminal may really have
+DEFAULT, PIPED = 80, 200  # columns: of a terminal that does not tell its width, and of a file
+NARROWEST = 20  # columns that a terminal may have
 GAP = 2  # blanks between columns
 
 
 def console(stderr: bool = False) -> Console:
-    """Standard output or error; rich reads NO_COLOR, FORCE_COLOR and COLUMNS."""
+    """A console on standard output or error; rich reads NO_COLOR, FORCE_COLOR and COLUMNS."""
     screen = Console(stderr=stderr, highlight=False)
     if not screen.is_terminal:
         screen.width = max(screen.width, PIPED)
@@ -23,8 +23,8 @@ def console(stderr: bool = False) -> Console:
 
 
 def print_table(screen: Console, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A first column of labels, and columns of figures; those that the screen has no room for go
-    into further tables below, with the labels again."""
+    """Print a column of labels and columns of figures. Figures that don't fit go into further
+    tables below, with the labels repeated."""
     columns = [[str(row[i]) for row in rows] for i in range(len(names))]
     widths = [
         GAP + max(map(cell_len, (name, *cells))) for name, cells in zip(names, columns, strict=True)
@@ -39,7 +39,7 @@ def print_table(screen: Console, names: Sequence[str], rows: Sequence[Sequence[A
 
 
 def split(widths: Sequence[int], room: int) -> list[list[int]]:
-    """The columns after the first, in groups that fit beside it; each has one at least."""
+    """Group the columns after the first so that each group fits beside it; none is empty."""
     groups: list[list[int]] = []
     used = 0
     for i, width in enumerate(widths[1:], 1):
@@ -52,7 +52,7 @@ def split(widths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def print_bars(screen: Console, names: Sequence[str], rows: Sequence[tuple[str, float]]) -> None:
-    """A label, a bar and a figure per row; the longest bar fills what room is left, to 40."""
+    """Print a label, a bar and a figure per row; the longest bar fills the room left, up to 40."""
     label, value = names
     figures = [f"{figure:g}" if figure == int(figure) else f"{figure:.2f}" for _, figure in rows]
     taken = max(cell_len(name) for name in (label, *(row[0] for row in rows)))

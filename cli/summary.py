@@ -1,4 +1,4 @@
-"""What `generate` shows of a text: the text, its figures, and tables after it."""
+"""Output of `generate`: the text, its figures, and tables after it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def drafted_style(screen: Console) -> Style:
 
 
 def report(responses: "Iterator[GenerationResponse]") -> dict[str, Any]:
-    """The object that --json prints."""
+    """The JSON object that --json prints."""
     text, tokens = "", []
     for last in responses:
         text += last.text
@@ -78,7 +78,7 @@ def call_speed(last: "GenerationResponse") -> float:
 
 
 def summary(last: "GenerationResponse") -> None:
-    """Speed and acceptance in at most five lines, on standard error."""
+    """Print speed and acceptance in at most five lines, on standard error."""
     statistics = last.statistics
     lines = [
         f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s",
@@ -100,7 +100,7 @@ def summary(last: "GenerationResponse") -> None:
 
 
 def show_statistics(last: "GenerationResponse") -> None:
-    """How many rounds accepted how many tokens, and how many were offered, on standard error."""
+    """Print how many rounds accepted and offered how many tokens, on standard error."""
     screen, statistics = console(stderr=True), last.statistics
     if not statistics.rounds:
         typer.echo("No round was drafted.", err=True)
@@ -117,7 +117,7 @@ def all_counts(counts: "Counter[int]") -> list[tuple[str, float]]:
 
 
 def show_rounds(lines: list[str]) -> None:
-    """What --explain noted, a row per round or probe, on standard error."""
+    """Print --explain's table, a row per round or probe, on standard error."""
     screen = console(stderr=True)
     table = Table("token", "what happened", box=None, padding=(0, 2, 0, 0))
     for line in lines:

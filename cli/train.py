@@ -36,7 +36,7 @@ class Layout(str, Enum):
 
 @dataclass(frozen=True)
 class Drafter:
-    """How OUTPUT/drafter is written."""
+    """Settings for writing OUTPUT/drafter."""
 
     layout: Layout
     dtype: Dtype
@@ -54,15 +54,17 @@ def run(
     model: Annotated[str | None, typer.Option(help=TARGET)] = None,
     data: Annotated[str | None, typer.Option(help=f"{DATA} See 'train regenerate'.")] = None,
     held_out: Annotated[
-        str | None, typer.Option(help="JSONL to judge on. Without it: the end of the data.")
+        str | None, typer.Option(help="JSONL to evaluate on. Without it: the end of the data.")
     ] = None,
-    method: Annotated[str, typer.Option(help="Such as dspine; a wrong one lists all.")] = "dspine",
+    method: Annotated[
+        str, typer.Option(help="Method, such as dspine; a wrong one lists all.")
+    ] = "dspine",
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="SECTION.NAME=VALUE",
-            help="A setting of train, loss or drafter, such as train.steps=4000; give it often.",
+            help="A setting of train, loss or drafter, such as train.steps=4000; repeatable.",
         ),
     ] = None,
     target_layers: Annotated[
@@ -74,7 +76,7 @@ def run(
     cache: Annotated[
         str | None, typer.Option(help="Compute the target's features once, into this folder.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUTPUT.")] = False,
     plot: Annotated[
         bool, typer.Option("--plot", help="Draw OUTPUT/curves.png at the end.")
     ] = False,
@@ -89,8 +91,8 @@ def run(
     ] = False,
     strict: Strict = False,
 ) -> None:
-    """Train a drafter on texts of its target. Ctrl-C saves; --resume goes on bit for bit, and
-    writes the drafter of a finished run again once OUTPUT/drafter has been moved away."""
+    """Train a drafter on texts of its target. Ctrl-C saves; --resume continues bit for bit. If a
+    finished run's OUTPUT/drafter was moved away, --resume writes it again."""
     from dspine_mlx.train.run import Run, new_run
 
     if resume:
@@ -151,7 +153,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
 
 
 def prepare(todo: "Run", output: Path, bar: "Progress") -> "Job":
-    """The run's data, target, drafter and state; says which lines of data are left out."""
+    """Load the run's data, target, drafter and state; report lines of data that are left out."""
     from dspine_mlx.train.run import build
 
     task = bar.add_task("loading", total=None)
@@ -167,7 +169,7 @@ def prepare(todo: "Run", output: Path, bar: "Progress") -> "Job":
 
 
 def writer(job: "Job", loss: "LossConfig", output: Path, drafter: Drafter) -> Callable[[], None]:
-    """Keeps the weights as they are now as the best, and writes OUTPUT/drafter."""
+    """Make the function that keeps the present weights as the best and writes OUTPUT/drafter."""
     import mlx.core as mx
 
     from dspine_mlx.train.export import export
@@ -191,8 +193,8 @@ def writer(job: "Job", loss: "LossConfig", output: Path, drafter: Drafter) -> Ca
 def train(
     job: "Job", output: Path, bar: "Progress", interrupted: Event, write: Callable[[], None]
 ) -> bool:
-    """Train to the end or to Ctrl-C: whether it came to the end. A finished run's drafter that is
-    gone is written again, of the best step."""
+    """Train to the end or to Ctrl-C; returns whether the end was reached. If a finished run's
+    drafter was deleted, it is rewritten from the best checkpoint."""
     from dspine_mlx.train import loop
 
     trainer = job.trainer
@@ -213,7 +215,7 @@ def train(
 
 @contextmanager
 def interruptible() -> "Iterator[Event]":
-    """An event that the first Ctrl-C sets; the second one interrupts as usual."""
+    """An event that the first Ctrl-C sets; a second one interrupts as usual."""
     event, before = Event(), signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: object) -> None:
@@ -257,14 +259,15 @@ def regenerate(
     model: Annotated[str, typer.Option(help=TARGET)],
     temperature: Annotated[
         list[float] | None,
-        typer.Option(help="Give it often to use several in turn. Default: 0 and 1."),
+        typer.Option(help="Repeat it to use several in turn. Default: 0 and 1."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Answers written at the same time.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     strict: Strict = False,
 ) -> None:
-    """Rewrite the answers of DATA with the target itself, in batches: what a drafter must learn."""
+    """Rewrite the answers of DATA with the target itself, in batches. A drafter must learn
+    these."""
     import mlx.core as mx
 
     from dspine_mlx.arguments import check_seed, check_whole
@@ -308,7 +311,8 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Acceptance on held-out prompts: by the real loop, by slot, and beside prompt lookup."""
+    """Measure acceptance on held-out prompts: in real decoding, per slot, and beside prompt
+    lookup."""
     from dspine_mlx.arguments import check_seed, check_whole
     from dspine_mlx.train.evaluate import measure
 

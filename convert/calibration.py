@@ -9,9 +9,9 @@ from dspine_mlx.checkpoints.files import inside, read_json
 from dspine_mlx.checkpoints.open import Checkpoint
 from dspine_mlx.errors import InputError
 
-LARGEST = 1 << 20  # bytes; other JSON files of a checkpoint are its own affair
+LARGEST = 1 << 20  # bytes; larger JSON files are not calibrations
 NOT_CALIBRATION = ("config.json", "generation_config.json")
-TEMPERATURES = {"temperatures"}  # sequential temperature scaling: one a position
+TEMPERATURES = {"temperatures"}  # sequential temperature scaling: one per position
 COSTS = (
     {"sample_batch_tokens", "sample_steps_per_sec"},
     {"bias_seconds", "bs_probes", "alpha_seconds", "m_probes", "theta_seconds"},
@@ -21,12 +21,12 @@ COSTS = (
 @dataclass
 class Calibration:
     temperatures: list[float] = field(default_factory=list)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # to be carried along
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # to copy along
     notes: list[str] = field(default_factory=list)
 
 
 def read_calibration(checkpoint: Checkpoint) -> Calibration:
-    """The calibration files of a checkpoint's folder; temperatures must fit its proposals."""
+    """Read the calibration files of a checkpoint's folder; temperatures must fit its proposals."""
     found = Calibration()
     for file in sorted(checkpoint.folder.glob("*.json")):
         if file.name in NOT_CALIBRATION or file.stat().st_size > LARGEST:
@@ -44,7 +44,7 @@ def read_calibration(checkpoint: Checkpoint) -> Calibration:
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """The object in a file; empty for anything else: it is no calibration then."""
+    """Read the object in a file; empty for anything else, which is not a calibration."""
     try:
         return read_json(file)
     except InputError:

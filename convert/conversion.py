@@ -1,4 +1,4 @@
-"""A published drafter checkpoint -> an MLX folder that loads fast and says where it came from."""
+"""From a published drafter checkpoint to an MLX folder that loads fast and names its source."""
 
 import dataclasses
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def plan_for(
     codes_from_head: bool,
     dequantize_head: bool,
 ) -> Plan:
-    """The plan, with what only the target can give."""
+    """Make the plan, including what only the target can provide."""
     rank = checkpoint.codes_rank
     lacks = rank is not None and not {CODES, SPACE[0]} & checkpoint.sources.keys()
     if "quantization" in checkpoint.raw:
@@ -128,7 +128,7 @@ def plan_for(
 
 
 def source_folder(path: str | Path, revision: str | None) -> Path:
-    """The checkpoint's folder; torch files are fetched only where there is nothing safer."""
+    """The checkpoint's folder; torch files are downloaded only if there is nothing safer."""
     folder = resolve(path, revision)
     if not Path(path).expanduser().is_dir() and not any(folder.glob("*.safetensors")):
         return resolve(path, revision, patterns=("*.json", "*.bin", "*.pt"))
@@ -142,7 +142,7 @@ def load_target(path: str | Path) -> Target:
 
 
 def equal_embeddings(checkpoint: Checkpoint, target: Target) -> dict[str, str]:
-    """The checkpoint's embedding and head where they equal the target's."""
+    """Find the checkpoint's embedding and head if they equal the target's."""
     shared = {"embed_tokens.weight": target.embed, "lm_head.weight": target.lm_head}
     drop = {}
     for path, module in shared.items():
@@ -178,7 +178,7 @@ def write(
 def output_config(
     plan: Plan, source: dict[str, Any], digests: dict[str, str], calibration: Calibration
 ) -> dict[str, Any]:
-    """The drafter's settings, where it came from, and how it is packed."""
+    """The drafter's settings, its source, and its packing."""
     checkpoint = plan.checkpoint
     config = {
         name: value

@@ -1,4 +1,4 @@
-"""What a conversion will write, tensor by tensor, before it reads one."""
+"""The plan of a conversion: every tensor to write, before any is read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ CODES_GROUPS = (64, 32)
 
 @dataclass(frozen=True)
 class Options:
-    """How to store: the flags of mlx_lm.convert, and the bits of the transfer codes."""
+    """Storage options: the flags of mlx_lm.convert, and the bits of the transfer codes."""
 
     quantize: bool = False
     q_group_size: int | None = None
@@ -45,7 +45,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter: where it comes from, and how it will be stored."""
+    """One parameter: its source and its storage."""
 
     path: str
     sources: tuple[str, ...]
@@ -56,7 +56,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it will take, packed or not."""
+        """Bytes in the output, packed or not."""
         numbers = 1
         for n in self.shape:
             numbers *= n
@@ -96,7 +96,7 @@ class Plan:
         return self.checkpoint.arrays([item.path])[item.path]
 
     def quantization(self) -> dict[str, Any] | None:
-        """The block that mlx-lm and this package rebuild packed modules from."""
+        """The config block from which mlx-lm and this package rebuild packed modules."""
         packed = {
             item.path.removesuffix(".weight"): item.packing for item in self.items if item.packing
         }
@@ -114,7 +114,8 @@ def make_plan(
     drop: Mapping[str, str] | None = None,
     computed: Mapping[str, mx.array] | None = None,
 ) -> Plan:
-    """Every parameter of a checkpoint but the dropped ones (path: reason), and computed ones."""
+    """Plan every parameter of a checkpoint but the dropped ones (path: reason), and computed
+    ones."""
     drop, computed = drop or {}, dict(computed or {})
     found = {
         path: (names, checkpoint.shapes[path], checkpoint.tensors[names[0]].dtype)
@@ -137,8 +138,8 @@ def make_plan(
 def packing_for(
     method: Method, path: str, shape: tuple[int, ...], options: Options
 ) -> Packing | None:
-    """How a parameter is packed: transfer codes their own way, the method's large matrices, and as
-    in mlx-lm none whose rows are no whole number of groups."""
+    """The packing of a parameter: transfer codes in their own packing, the method's large matrices
+    in the general one. As in mlx-lm, rows that are not a whole number of groups stay unpacked."""
     if path == CODES:
         return options.codes_packing(shape[-1])
     large = options.quantize and pattern_of(path) in method.large

@@ -16,14 +16,14 @@ from dspine_mlx.round.statistics import GenerationResponse
 TEXT = (
     "Here are the numbers from one to one hundred, in order: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,"
 )
-MISREAD = 1.2  # tokens per round; a drafter whose taps, slots or rotations are wrong stays below
+MISREAD = 1.2  # tokens per round; a drafter with wrong taps, slots or rotations stays below
 
 
 ENOUGH = 0.98  # of the best reading's tokens per round
 
 
 class Reading(NamedTuple):
-    """One way to run a checkpoint: {} is as it was converted."""
+    """One reading of a checkpoint; changes {} is as it was converted."""
 
     name: str
     changes: dict[str, Any]  # of its config
@@ -46,23 +46,22 @@ class Probe(NamedTuple):
 def probe(drafter: str | Path, target: str | Path, max_tokens: int = 96) -> Probe:
     """Continue a known text greedily with target and drafter, always drafting whole blocks.
 
-    Each way that the drafter's method knows to read the checkpoint has two runs: the first one
-    warms up.
+    Each reading that the drafter's method offers has two runs; the first one is a warm-up.
     """
     model, tokenizer, loaded = load(target, drafter)
     assert loaded is not None
     network, config = loaded.network, loaded.config
-    ways: dict[str, dict[str, Any]] = {"as converted": {}}
-    ways |= method_of(network).readings(config, loaded.verifier)
+    changes: dict[str, dict[str, Any]] = {"as converted": {}}
+    changes |= method_of(network).readings(config, loaded.verifier)
     found: dict[str, tuple[Reading, GenerationResponse, str]] = {}
-    for name in [*ways, *ways]:
-        network.config = replace(config, **ways[name])
+    for name in [*changes, *changes]:
+        network.config = replace(config, **changes[name])
         options: dict[str, Any] = {"max_tokens": max_tokens, "verify_length": config.num_proposals}
         responses = list(stream_generate(model, tokenizer, TEXT, loaded, **options))
         last = responses[-1]
         if not last.rounds:
             raise InputError(f"{target} ended the probe's text at once, so nothing was drafted")
-        reading = Reading(name, ways[name], last.acceptance_length, last.generation_tps)
+        reading = Reading(name, changes[name], last.acceptance_length, last.generation_tps)
         found[name] = reading, last, "".join(r.text for r in responses)
     network.config = config
     best = max(reading.acceptance_length for reading, _, _ in found.values())
@@ -73,7 +72,7 @@ def probe(drafter: str | Path, target: str | Path, max_tokens: int = 96) -> Prob
 
 
 def settle(folder: Path, reading: Reading) -> None:
-    """Make a reading the one that a converted folder is loaded with."""
+    """Store a reading as the one to load a converted folder with."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | reading.changes
     part = path.with_name(".config.json.part")

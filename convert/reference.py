@@ -1,8 +1,8 @@
 """One drafting round in NumPy float64, from a checkpoint's own tensors and config.
 
-What `convert --verify` and the tests compare the package with: it shares no line with the MLX code
-and reads config.json on its own. Clarity over speed; batch 1, no cache: the context is given whole,
-feature row i is position i, and the anchor is at position n.
+`convert --verify` and the tests compare the package with this module. It shares no line with the
+MLX code and reads config.json on its own. It prefers clarity to speed: batch 1, no cache. The
+context is given whole, feature row i is position i, and the anchor is at position n.
 
     round = dspine_round(weights, config, target, features, anchor)
     round.base [M, V], round.candidates [M, K], round.first [K], round.transitions [M-1, K, K]
@@ -33,7 +33,7 @@ QWEN3_DEFAULTS = {
 
 
 class Table(Protocol):
-    """A matrix [V, d] that is read in rows: an array, or something that makes its rows."""
+    """A matrix [V, d] that is read in rows: an array, or an object that makes the rows."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, rows: Any) -> np.ndarray: ...
@@ -58,7 +58,7 @@ class Chain(NamedTuple):
     """Along one path, for drafters whose slots are scored one after the other."""
 
     path: list[int]  # M tokens
-    scores: np.ndarray  # [M, V] at each slot after the tokens before it; -inf: can't be proposed
+    scores: np.ndarray  # [M, V] of each slot after the tokens before it; -inf: can't be proposed
     base: np.ndarray  # [M, V] of the backbone alone
     confidence: np.ndarray | None = None  # [M]
 
@@ -134,12 +134,12 @@ TABLES = (
     "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook",
 )  # large, and read in rows
-CHUNK = 8192  # rows of a table that are in float64 at once
+CHUNK = 8192  # rows of a table in float64 at a time
 
 
 class Tensors(Weights):
-    """A checkpoint's tensors without the prefixes and aliases that published files carry, each
-    turned into float64 when it is used, but for the large tables."""
+    """A checkpoint's tensors, without the prefixes and aliases of published files. Each is
+    converted to float64 when used, except for the large tables."""
 
     def __init__(self, weights: Weights):
         self.weights, self.names = weights, {plain_name(name): name for name in weights}
@@ -182,7 +182,7 @@ def rope_frequencies(c: Config) -> tuple[np.ndarray, float]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return base, 1.0
-    if kind == "proportional":  # the slower pairs don't turn
+    if kind == "proportional":  # the slower pairs don't rotate
         base[int(rope["partial_rotary_factor"] * dim) // 2 :] = 0
         return base, 1.0
     factor = rope["factor"]
@@ -202,7 +202,8 @@ def rope_frequencies(c: Config) -> tuple[np.ndarray, float]:
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, c: Config) -> np.ndarray:
-    """x [heads, n, hd] at absolute positions [n]; halves, or interleaved pairs when told so."""
+    """Rotate x [heads, n, hd] at absolute positions [n]: halves, or interleaved pairs if the config
+    says so."""
     frequencies, factor = rope_frequencies(c)
     angle = positions[:, None] * frequencies
     cos, sin = np.cos(angle) * factor, np.sin(angle) * factor
@@ -218,7 +219,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, c: Config) -> np.ndarray:
 
 
 def layer_kind(c: Config, layer: int) -> tuple[int | None, bool]:
-    """(window or None, causal) of a layer, by the stated precedence."""
+    """(window or None, causal) of a layer, by the precedence of config keys."""
     sliding = bool(c.get("use_swa"))
     if c.get("layer_types"):
         sliding = c["layer_types"][layer] == "sliding_attention"
@@ -244,7 +245,7 @@ def visible(c: Config, layer: int, anchor: int, block: int) -> np.ndarray:
 
 
 def attention(w: Weights, c: Config, layer: int, x: np.ndarray, ctx: np.ndarray) -> np.ndarray:
-    """x [B, d] normalised block rows, ctx [n, d] context rows; keys are context then block."""
+    """Attend from normalised block rows x [B, d] to context rows ctx [n, d], then the block."""
     n_heads, n_kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     at = f"layers.{layer}.self_attn."
 
@@ -320,7 +321,7 @@ def embed_block(c: Config, embedding: Table, anchor: int) -> np.ndarray:
 
 
 def project(states: np.ndarray, table: Table) -> np.ndarray:
-    """states [M, d] times all rows of a table: [M, V]."""
+    """Multiply states [M, d] by all rows of a table: [M, V]."""
     starts = range(0, len(table), CHUNK)
     parts = [states @ table[i : i + CHUNK].astype(np.float64).T for i in starts]
     return np.concatenate(parts, axis=1)
@@ -333,7 +334,7 @@ def scale_logits(c: Config, logits: np.ndarray) -> np.ndarray:
 
 
 def draft_tokens(w: Weights, c: Config, target: Head) -> np.ndarray:
-    """The target's ids of what can be proposed: published d2t hold offsets to them."""
+    """The target's ids of proposable tokens: a published d2t holds offsets to them."""
     if "d2t" not in w:
         return np.arange(len(target.embedding))
     kept = w["d2t"].astype(np.int64)
@@ -341,7 +342,8 @@ def draft_tokens(w: Weights, c: Config, target: Head) -> np.ndarray:
 
 
 def base_logits(w: Weights, c: Config, target: Head, states: np.ndarray) -> np.ndarray:
-    """[M, V], by the drafter's own head if it has one; -inf of what can't be proposed."""
+    """Base logits [M, V], by the drafter's own head if it has one; -inf for tokens that can't be
+    proposed."""
     ids = draft_tokens(w, c, target)
     shared = target.head[ids] if "d2t" in w else target.head
     head = w.get("lm_head.weight", shared)
@@ -434,7 +436,8 @@ class MarkovHead:
             self.w2 = w["markov_head.markov_w2.weight"]
 
     def bias(self, states: np.ndarray, previous: list[int], rows: np.ndarray | slice) -> np.ndarray:
-        """Of some draft tokens in a path's last slot; previous[t] is the token before slot t."""
+        """Bias of some draft tokens in a path's last slot; previous[t] is the token before slot
+        t."""
         h, e = states[-1], self.w1[previous[-1]]
         if self.kind == "gated":
             at = "markov_head.gate_proj."
@@ -444,7 +447,7 @@ class MarkovHead:
         return self.w2[rows] @ e
 
     def outputs(self, states: np.ndarray, previous: list[int]) -> list[np.ndarray]:
-        """Kind rnn: its output at every slot of the path."""
+        """Outputs of kind rnn at every slot of the path."""
         at, s, out = "markov_head.joint_proj.", np.zeros(self.rank), []
         for h, token in zip(states, previous, strict=True):
             x = np.concatenate([s, self.w1[token], h])
@@ -525,7 +528,7 @@ def markov_round(
     M, K = candidates.shape
     table = np.repeat(np.take_along_axis(base, candidates, axis=1)[:, None], K, axis=1)
     confidence = np.empty((M, K)) if "confidence_head.proj.weight" in w else None
-    path, greedy = [anchor], 0  # the tokens before each slot, and the row of the last one
+    path, greedy = [anchor], 0  # tokens before each slot, and the row of the last one
     for t in range(M):
         before = [anchor] * K if t == 0 else [int(token) for token in candidates[t - 1]]
         for i, token in enumerate(before):

@@ -28,7 +28,8 @@ def next_state(w: Weights, embedded: np.ndarray, s: np.ndarray) -> np.ndarray:
 def corrected(
     w: Weights, c: Config, target: Head, h: np.ndarray, anchor: int, path: list[int] | None = None
 ) -> Chain:
-    """Along a path, or along the greedy one. h: normalised states [M, d] of the proposing slots."""
+    """Score along a path, or along the greedy one. h: normalised states [M, d] of the proposing
+    slots."""
     base = base_logits(w, c, target, h)
     prefix = c.get("pure_draft_prefix_len", 0)
     s = next_state(w, target.embedding[anchor], np.zeros(w["prefix_gru.weight_hh_l0"].shape[1]))

@@ -1,4 +1,4 @@
-"""What a drafter's folder is, converted or not."""
+"""Facts about a drafter's folder, converted or not."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ RANKS = ("transfer_rank", "markov_rank", "selector_rank", "emb_dim")
 
 
 def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
-    """The facts of a folder by name; `problems` lists why it would not load.
+    """Gather facts about a folder by name; `problems` lists why it would not load.
 
     check_weights: also read every weight, and compare files with the digests of the conversion.
     """
@@ -56,7 +56,7 @@ def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
 
 
 def parameters(checkpoint: Checkpoint) -> int:
-    """Numbers of the unpacked drafter, without ids."""
+    """Parameter count of the unpacked drafter, without ids."""
     numbers = tree_flatten(checkpoint.build().parameters())
     return sum(value.size for name, value in numbers if name != "d2t")
 

@@ -1,4 +1,4 @@
-"""Is a converted folder what its source is? One round in MLX against NumPy on the source."""
+"""Does a converted folder equal its source? One round in MLX against NumPy on the source."""
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
@@ -22,7 +22,7 @@ from dspine_mlx.load import assemble_drafter
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.target.model import Target
 
-TOKENS = 2048  # of the stand-in target that have rows; all others have zeros
+TOKENS = 2048  # tokens of the stand-in target with rows; all others have zeros
 CONTEXT = 24  # positions before the anchor
 EXACT = 1e-4  # of the largest score: rounding in float32 stays below
 
@@ -39,7 +39,7 @@ class Verification(NamedTuple):
 
 
 class SparseMatrix:
-    """A matrix [V, d] of which a few rows are not zero."""
+    """A matrix [V, d] with few rows that are not zero."""
 
     def __init__(self, where: np.ndarray, rows: np.ndarray):
         self.where, self.rows = where, rows
@@ -52,7 +52,7 @@ class SparseMatrix:
 
 
 class RowsModule(nn.Module):
-    """The same as an embedding and as a head."""
+    """A matrix in the roles of embedding and head."""
 
     def __init__(self, table: SparseMatrix):
         super().__init__()
@@ -66,7 +66,7 @@ class RowsModule(nn.Module):
 
 
 class SparseTarget(Target):
-    """A float32 target without layers, whose embedding and head have rows for some tokens only."""
+    """A float32 target without layers; its embedding and head have rows for some tokens only."""
 
     def __init__(self, V: int, d: int, mask: int, seed: int = 0):
         rng = np.random.default_rng(seed)
@@ -96,7 +96,7 @@ class SparseTarget(Target):
 
 
 class Source(Mapping[str, np.ndarray]):
-    """A checkpoint's tensors in NumPy, each read when it is asked for."""
+    """A checkpoint's tensors in NumPy, each read on demand."""
 
     def __init__(self, checkpoint: Checkpoint, without: set[str]):
         self.tensors = {n: t for n, t in checkpoint.tensors.items() if n not in without}
@@ -149,8 +149,8 @@ def verify(source: Checkpoint, converted: Path) -> Verification:
 def differences(
     proposal: AnyProposal, reference: Callable[..., Any]
 ) -> list[tuple[mx.array, np.ndarray]]:
-    """What a proposal holds and what the reference has in its place, the scores last: a table as a
-    whole, a chain along its greedy path."""
+    """Compare a proposal's arrays with the reference's, the scores last: a table as a whole, a
+    chain along its greedy path."""
     if isinstance(proposal, ChainProposal):
         ((path, _),) = proposal.paths([mx.zeros(proposal.candidates.shape)], 1.0)
         tokens = proposal.tokens

@@ -1,4 +1,4 @@
-"""Writing a converted folder: streamed, to a temporary name, and moved into place when whole."""
+"""Writing a converted folder: streamed to a temporary name, and moved into place when complete."""
 
 import hashlib
 import json
@@ -16,12 +16,13 @@ from dspine_mlx.convert.plan import Item, Plan
 from dspine_mlx.drafters.transfer_space import CODES
 from dspine_mlx.errors import InputError
 
-SHARD = 1 << 30  # bytes of one file, and so of what is in memory at a time
+SHARD = 1 << 30  # bytes per file, and so in memory at a time
 
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` if the block ends well, and vanishes if not.
+    """Yield a folder beside `out`. It is renamed to `out` if the block succeeds, and deleted if
+    not.
 
     A killed process leaves it behind under a hidden name, without the config.json that is written
     last, so it never loads.
@@ -52,7 +53,8 @@ def umask() -> int:
 def write_weights(
     plan: Plan, folder: Path, progress: Callable[[int], None] = lambda _: None
 ) -> dict[str, str]:
-    """model*.safetensors and their index; the SHA-256 of each file. progress: bytes written."""
+    """Write model*.safetensors and their index; returns each file's SHA-256. progress: bytes
+    written."""
     free = shutil.disk_usage(folder).free
     if free < plan.nbytes:
         raise InputError(
@@ -94,7 +96,7 @@ def shards_of(items: list[Item]) -> Iterator[list[Item]]:
 
 
 def checked(plan: Plan, item: Item) -> mx.array:
-    """The parameter's value, refused when it holds NaN or infinity, or codes not of unit length."""
+    """Load a parameter's value; refuse NaN, infinity, and codes that are not of unit length."""
     value = plan.value(item)
     if not mx.issubdtype(value.dtype, mx.floating):
         return value

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dspine_mlx.batch.generate import batch_generate, batch_stream_generate
     from dspine_mlx.errors import InputError
     from dspine_mlx.generate import generate, stream_generate
     from dspine_mlx.load import load, load_drafter
@@ -19,6 +20,8 @@ __all__ = [
     "InputError",
     "Sampler",
     "Statistics",
+    "batch_generate",
+    "batch_stream_generate",
     "generate",
     "load",
     "load_drafter",
@@ -29,6 +32,8 @@ HOMES = {
     "InputError": "errors",
     "Sampler": "round.sampler",
     "Statistics": "round.statistics",
+    "batch_generate": "batch.generate",
+    "batch_stream_generate": "batch.generate",
     "load_drafter": "load",
     "stream_generate": "generate",
 }
@@ -37,12 +42,12 @@ HOMES = {
 class Package(ModuleType):
     """Public names load mlx-lm only when first used, so that the command line starts fast.
 
-    `generate` and `load` name a function and a submodule each; here they are the functions,
-    whatever has been imported, and the setters turn away the import system's binding.
+    `generate` and `load` each name a function and a submodule. Here they are the functions,
+    whatever has been imported: the setters ignore the import system's binding.
     """
 
     def __dir__(self) -> list[str]:
-        """The public names, as completion should offer them."""
+        """The public names, for completion."""
         return sorted(__all__)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Numbers and token ids on their way to MLX, which checks neither.
+"""Checks of numbers and token ids before they reach MLX, which checks neither.
 
 MLX divides by a group size of 0, reads outside an embedding, and wraps what does not fit into 32
-bits. So Python, command line and server all check here first; everything else is an `InputError`.
+bits. So Python, command line and server all check here first, and raise `InputError`.
 """
 
 import sys
@@ -18,14 +18,15 @@ from dspine_mlx.target.model import EMBEDDINGS, find_body, weight_shape
 
 INT32 = (1 << 31) - 1  # MLX counts an array's rows and columns in 32 bits
 SEEDS = (1 << 64) - 1
-KV_BITS = (1, 2, 3, 4, 5, 6, 8)  # what mx.quantize packs
+KV_BITS = (1, 2, 3, 4, 5, 6, 8)  # bits that mx.quantize packs
 KV_GROUPS = (32, 64, 128)
 KERNEL_MODES = ("auto", "exact", "off")
 COLDEST = 1e-30  # logprobs / temp must stay in float32's range, or no token is left to draw
 
 
 def check_whole(name: str, value: Any, low: int, high: int = INT32) -> None:
-    """An int from low to high: no bool, float, string or NumPy scalar, whatever its value."""
+    """Require an int from low to high: no bool, float, string or NumPy scalar, whatever its
+    value."""
     if type(value) is not int:
         kind = type(value).__name__
         raise InputError(f"{name} is {value!r}, of type {kind}; it must be an int from {low} on")
@@ -36,7 +37,7 @@ def check_whole(name: str, value: Any, low: int, high: int = INT32) -> None:
 
 
 def check_real(name: str, value: Any, low: float, high: float) -> None:
-    """An int or float from low to high: no bool, no NaN."""
+    """Require an int or float from low to high: no bool, no NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         kind = type(value).__name__
         raise InputError(f"{name} is {value!r}, of type {kind}; it must be a number")
@@ -91,7 +92,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_temperature(temp: Any) -> None:
-    """0 (greedy), or a temperature whose reciprocal MLX can multiply logprobs by."""
+    """Require 0 (greedy), or a temperature whose reciprocal MLX can multiply logprobs by."""
     number = isinstance(temp, int | float) and not isinstance(temp, bool)
     if not number or not (temp == 0 or COLDEST <= temp <= sys.float_info.max):
         raise InputError(
@@ -100,7 +101,7 @@ def check_temperature(temp: Any) -> None:
 
 
 def check_top_k(top_k: Any, vocabulary: int) -> None:
-    """mlx-lm's top-k partitions the vocabulary at k: it must be smaller, or 0 for off."""
+    """Require k below the vocabulary's size, at which mlx-lm's top-k partitions, or 0 for off."""
     check_whole("top_k", top_k, 0)
     if top_k >= vocabulary:
         raise InputError(
@@ -121,7 +122,7 @@ def check_cache_sizes(prefill_step_size: Any, max_kv_size: Any) -> None:
 
 
 def check_kv_quantization(bits: Any, group_size: Any, start: Any) -> None:
-    """mlx-lm's kv_bits, kv_group_size and quantized_kv_start, even where kv_bits is None."""
+    """Check mlx-lm's kv_bits, kv_group_size and quantized_kv_start, even if kv_bits is None."""
     if bits is not None and (type(bits) is not int or bits not in KV_BITS):
         raise InputError(f"kv_bits is {bits!r}; it must be one of {listed(KV_BITS)}, or left out")
     if type(group_size) is not int or group_size not in KV_GROUPS:
@@ -135,7 +136,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def check_text(prompt: str) -> None:
-    """Halves of surrogate pairs, as Python keeps bytes that it can't decode, are no text."""
+    """Refuse halves of surrogate pairs, which stand in for bytes that Python could not decode."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -146,7 +147,7 @@ def check_text(prompt: str) -> None:
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """Rows of a model's embedding; None where a model of mlx-lm's keeps it in an unknown place."""
+    """Rows of a model's embedding; None where an mlx-lm model keeps it in an unknown place."""
     try:
         _, body = find_body(model)
     except InputError:
@@ -155,10 +156,11 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 
 def prompt_ids(prompt: Any, vocabulary: int | None) -> mx.array:
-    """A prompt's token ids [n] as MLX takes them: of a flat list, or of a 1-D integer array.
+    """Check a prompt's token ids and return them as an array [n]; a flat list, or a 1-D integer
+    array.
 
-    vocabulary: rows of the target's embedding, beyond which MLX would read other memory; None
-    where that is not known.
+    vocabulary: rows of the target's embedding, past which MLX would read other memory; None: not
+    known.
     """
     last = INT32 if vocabulary is None else vocabulary - 1
     check_sequence(prompt)
@@ -176,7 +178,7 @@ def prompt_ids(prompt: Any, vocabulary: int | None) -> mx.array:
 
 
 def check_sequence(prompt: Any) -> None:
-    """A flat list or tuple of ints, or a 1-D integer array."""
+    """Require a flat list or tuple of ints, or a 1-D integer array."""
     if isinstance(prompt, list | tuple):
         wrong = [token for token in prompt if type(token) is not int]
         if wrong:

@@ -1,4 +1,4 @@
-"""Where costs, calibrations and verdicts on kernels of this machine are kept, as JSON."""
+"""The folder for this machine's costs, calibrations and verdicts on kernels, kept as JSON."""
 
 import json
 import os
@@ -16,8 +16,8 @@ UNUSABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 
 
 def cache_folder() -> Path:
-    """~/.cache/dspine-mlx; for a user without a home, as in some containers, a folder of their own
-    beside other temporary files."""
+    """The folder ~/.cache/dspine-mlx; for a user without a home, as in some containers, a private
+    folder among temporary files."""
     try:
         return Path.home() / ".cache" / NAME
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The one error a user can cause and should read."""
+"""The error for mistakes that a user can make and should read about."""
 
 
 class InputError(ValueError):

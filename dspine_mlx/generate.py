@@ -43,8 +43,8 @@ from dspine_mlx.verify_length.schedule import policy_for
 def plain_tokens(
     prompt: mx.array, model: nn.Module, *, prompt_cache: list[Any] | None, **options: Any
 ) -> Generator[Token, None, None]:
-    """mlx-lm's own decoding, for a model without a drafter; of a cache that has a drafter's
-    entries too, these are left alone."""
+    """Decode with mlx-lm alone, for a model without a drafter. A drafter's entries in the cache are
+    left as they are."""
     own = None if prompt_cache is None else prompt_cache[: len(make_prompt_cache(model))]
     try:
         for token, logprobs in generate_step(prompt, model, prompt_cache=own, **options):
@@ -57,11 +57,11 @@ def plain_tokens(
 def make_caches(
     model: nn.Module, drafter: Drafter, given: list[Any] | None, max_kv_size: int | None
 ) -> list[Any]:
-    """The target's caches, then the drafter's, in the caller's list if there is one.
+    """Make the target's caches, then the drafter's, in the caller's list if there is one.
 
-    A list with the target's caches only gets new ones for the drafter appended: rotary positions
+    A list with only the target's caches gets new ones for the drafter appended. Rotary positions
     are relative, so a drafter that has not seen the cached tokens still drafts, from less context.
-    The drafter's caches are replaced likewise if something has quantised them.
+    Quantised caches of the drafter are replaced in the same way.
     """
     own = make_prompt_cache(model, max_kv_size)
     if given is None:
@@ -94,7 +94,7 @@ def check_own_caches(given: Any, own: list[Any]) -> None:
 def to_token_ids(
     tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int], vocabulary: int | None
 ) -> mx.array:
-    """Token ids of a prompt; a string gets special tokens unless it starts with them."""
+    """Tokenise a prompt; a string gets special tokens unless it starts with them."""
     if isinstance(prompt, str):
         check_text(prompt)
         bos = tokenizer.bos_token
@@ -177,23 +177,24 @@ def stream_generate(
         sampler: greedy when None. A `dspine_mlx.Sampler` lets drafts be sampled and tested by
             ratio. One with `seeded=True`, and any other callable, is sampled from row by row and
             compared with the drafted tokens: after `mx.random.seed` the text is that of plain
-            decoding with that seed. Of a seeded `Sampler` drafts foresee the draws, so more of
-            them are accepted.
+            decoding with that seed. Drafts foresee a seeded `Sampler`'s draws, so more of them are
+            accepted.
         prompt_cache: as mlx-lm's, with the drafter's caches after the target's (appended if
             missing). Once the generator has ended or was closed, it holds the prompt and the
             yielded tokens; starting another generation from it ends an unfinished one.
-        prompt_checkpoints: {n: f}: when n tokens of the prompt are in the caches, f gets their
-            list (to copy it; see `dspine_mlx.target.prompt_cache`). Ignored without a drafter.
+        prompt_checkpoints: {n: f}: when the caches hold n tokens of the prompt, f is called with
+            their list (to copy it; see `dspine_mlx.target.prompt_cache`). Ignored without a
+            drafter.
         verify_length: drafted tokens offered to the target per round: an int, "auto", or a
             policy (see `dspine_mlx.round.policy`). 0 is plain decoding.
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
-        lookup: where verify_length is "auto", offer what followed the newest tokens earlier in the
+        lookup: if verify_length is "auto", offer what followed the newest tokens earlier in the
             prompt or text, in rounds where that is worth more than the draft.
         draft_model, num_draft_tokens: mlx-lm's names for drafter and a fixed verify_length.
 
-    logits_processors are called for every row of a block, with the tokens before that row: they
-    must not keep a state of their own from call to call.
+    logits_processors are called for every row of a block, with the tokens before the row. They must
+    keep no state between calls.
     """
     check_model(model)
     check_max_tokens(max_tokens)
@@ -272,7 +273,7 @@ def with_wired_memory(
     tokens: Generator[Token, None, None],
     responses: Iterator[GenerationResponse],
 ) -> Generator[GenerationResponse, None, None]:
-    """The responses, with the modules' memory wired meanwhile and the tokens closed at the end."""
+    """Yield the responses with the modules' memory wired, and close the tokens at the end."""
     with wired_limit(modules, [stream]), closing(tokens):
         yield from responses
 
@@ -285,7 +286,7 @@ def to_responses(
     statistics: Statistics,
     speed: Speed,
 ) -> Iterator[GenerationResponse]:
-    """Text of the tokens, up to and including a stop token or the last one allowed."""
+    """Turn tokens into responses, up to and including a stop token or the last one allowed."""
     detokenizer = tokenizer.detokenizer
     for n, (token, logprobs, drafted) in enumerate(tokens, 1):
         stopped = token in tokenizer.eos_token_ids
@@ -322,7 +323,7 @@ def generate(
     verbose: bool = False,
     **options: Any,
 ) -> str:
-    """The whole text of `stream_generate`, which takes the same options.
+    """Generate the whole text; options are those of `stream_generate`.
 
     verbose: print the text as it comes, and speed and acceptance at the end.
     """

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
@@ -25,6 +24,15 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.models.choose import AUTO, choose
+from dspine_mlx.models.fit import check_configs
+from dspine_mlx.models.hub import (
+    DOWNLOAD_ERRORS,
+    check_reachable,
+    folder_of,
+    not_downloaded,
+    online,
+)
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 from dspine_mlx.target.row_kernels import prepare
@@ -45,17 +53,22 @@ def load(
     draft_quant: int | None = None,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
-    """A target, its tokenizer, and a drafter bound to it.
+    """Load a target, its tokenizer, and a drafter bound to the target.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
-    comes without a drafter (None). kernels, draft_quant: see `load_drafter`. options go to
-    mlx_lm.load (tokenizer_config, adapter_path ...).
+    comes without a drafter (None). draft "auto": the registry's first drafter for this model.
+    kernels, draft_quant: see `load_drafter`. options go to mlx_lm.load (tokenizer_config,
+    adapter_path ...).
     """
-    if model is None and draft is None:
+    if model is None and draft in (None, AUTO):
         model, draft = DEMO / "target", DEMO / "drafter"
     if model is None:
         raise InputError(f"the drafter {draft} needs its target; name the model it was trained for")
+    if draft == AUTO:
+        draft, draft_revision, _ = choose(str(model))
     if draft is not None:  # before the target's weights, which may take a minute
+        if folder_of(draft) is None or folder_of(model) is None:
+            check_configs(model, draft, draft_revision)
         read_config(resolve(draft, draft_revision))
     check_kernels(kernels)
     check_draft_quant(draft_quant)
@@ -78,17 +91,18 @@ def load_drafter(
     kernels: str = "auto",
     draft_quant: int | None = None,
 ) -> Drafter:
-    """A drafter from a folder or the Hub, bound to the target's embedding and head.
+    """Load a drafter from a folder or the Hub, bound to the target's embedding and head.
 
     The folder may be a checkpoint as published, or one that `dspine_mlx.convert` has written.
-    Its weights are cast to the target's activation dtype. Everything that does not fit is named in
-    one `InputError` before any forward runs.
+    Its weights are cast to the target's activation dtype. If anything does not fit, one
+    `InputError` names it all before any forward runs.
 
     kernels: "auto" runs the package's kernels where they pass their check and win their race
     against MLX's (`drafter.kernels.report()` and `drafter.target.verify_kernels.explain()` tell).
-    "exact" verifies only with as many rows as have shown plain decoding's bits here, "off" runs
+    "exact" verifies only widths that have shown plain decoding's bits on this machine. "off" runs
     plain MLX operations only.
-    draft_quant: 4 or 8 packs the drafter's large matrices to so many bits; None: as they come.
+    draft_quant: 4 or 8: pack the drafter's large matrices to that many bits; None: leave them as
+    they come.
     """
     check_model(model)
     check_draft_quant(draft_quant)
@@ -106,7 +120,7 @@ def load_drafter(
 
 
 def settle_verify_kernels(target: Target, mode: str, proposals: int) -> None:
-    """Find out which kernels multiply the rows of this target's verify forwards."""
+    """Choose the kernels that multiply the rows of this target's verify forwards."""
     with same_random_state():
         found = prepare(target, mode, range(2, proposals + 2), store.cache_folder())
     target.verify_kernels = found
@@ -120,7 +134,7 @@ def assemble_drafter(
     kernels: Kernels = OFF,
     draft_quant: int | None = None,
 ) -> Drafter:
-    """The drafter of an opened checkpoint, with its weights, bound to a target."""
+    """Build an opened checkpoint's drafter with its weights, bound to a target."""
     with same_random_state():
         network = checkpoint.build()
     quantize_like(network, checkpoint.sources, checkpoint.raw)
@@ -142,7 +156,8 @@ def assemble_drafter(
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Modules draw initial weights when built; a seed the user set must not notice."""
+    """Restore the random state after the block: modules draw initial weights when built, and the
+    user's seed must not be affected."""
     key = mx.array(mx.random.state[0])
     yield
     mx.random.state[0][:] = key
@@ -152,27 +167,23 @@ def resolve(
     path: str | Path, revision: str | None = None, patterns: Sequence[str] = DRAFTER_FILES
 ) -> Path:
     """The local folder of a model; a Hub id is downloaded first (resumed, with progress)."""
-    if not isinstance(path, str | Path):
-        raise InputError(f"{path!r} is no model; give a folder or a Hub id owner/name")
-    try:
-        folder = Path(path).expanduser()
-        is_folder, exists = folder.is_dir(), folder.exists()
-    except (RuntimeError, OSError, ValueError) as error:  # ~somebody; a name that none can have
-        raise InputError(f"{str(path)!a} can't be found: {error}") from error
-    if is_folder:
+    folder = folder_of(path)
+    if folder is not None:
         return folder
-    if exists:
-        raise InputError(f"{path} is a file; give the folder that holds config.json")
-    if isinstance(path, Path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        shown = str(path).encode(errors="backslashreplace").decode()
-        raise InputError(f"there is no folder {shown}; give a model folder or a Hub id owner/name")
+    here = not online()
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"{path} is no folder here and could not be downloaded from the Hub: {reason}"
-        ) from error
+        return Path(
+            snapshot_download(
+                str(path),
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=here,
+            )
+        )
+    except DOWNLOAD_ERRORS as error:
+        if here:
+            check_reachable(str(path))
+        raise not_downloaded(path, error) from error
 
 
 def check_context(config: dict[str, Any], prompt_tokens: int) -> None:

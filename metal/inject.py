@@ -6,12 +6,12 @@ import mlx.core as mx
 
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels
 
-THREADS = 512  # a threadgroup; Metal may allow less than 1024 to a kernel with many registers
+THREADS = 512  # per threadgroup; Metal may allow fewer than 1024 for a kernel with many registers
 MAX_SIZE = 8192
 
 
 def root_mean_square(x: mx.array) -> mx.array:
-    """sqrt(mean(x^2)) over the last axis, which is kept; in float32, rounded once."""
+    """Compute sqrt(mean(x^2)) over the last axis, which is kept; in float32, rounded once."""
     wide = x.astype(mx.float32)
     return mx.sqrt((wide * wide).mean(axis=-1, keepdims=True)).astype(x.dtype)
 
@@ -23,16 +23,22 @@ def size_limit(size: int) -> str | None:
     return f"hidden size {size} is no multiple of 32 from 64 to {MAX_SIZE}"
 
 
+def one_text(rows: mx.array) -> str | None:
+    """Why the kernels don't serve rows with a leading text axis, or None."""
+    return None if rows.ndim == 2 else f"{len(rows)} texts at once"
+
+
 def gated_message(
     y: mx.array, products: mx.array, anchor: mx.array, bias: mx.array, kernels: Kernels = OFF
 ) -> tuple[mx.array, mx.array]:
-    """Messages of all slots from raw products, normalisation scales moved past them.
+    """Compute all slots' messages from raw products, applying normalisation scales after them.
 
     y = R u: [M, r]; products = y [G_q; G_p; A]^T: [M, 3a]; anchor = [G_p; A] sqrt(r) C[x_0]: [2a];
     bias: [a]. With s_t = sqrt(r) / max(||y_t||, 1e-12), so that z_t = s_t y_t:
 
         message_t = sigmoid(s_t G_q y_t + G_p z_{t-1} + b) * A z_{t-1},  z_0 = sqrt(r) C[x_0]
 
+    Of several texts all but the bias have a leading axis, which the kernel does not take.
     Returns the messages [M, a] and the scaled receiver terms s_t G_q y_t + b [M, a].
     """
     message, receiver = kernels.run(GATED_MESSAGE, y, products, anchor, bias)
@@ -47,9 +53,9 @@ def gated_message_reference(
     norm = mx.sqrt((wide * wide).sum(axis=-1, keepdims=True))
     scale = (y.shape[-1] ** 0.5 / mx.maximum(norm, 1e-12)).astype(y.dtype)
     products = products * scale
-    receiver = products[:, :a] + bias
-    previous = mx.concatenate([anchor[None], products[:-1, a:]])
-    return [mx.sigmoid(receiver + previous[:, :a]) * previous[:, a:], receiver]
+    receiver = products[..., :a] + bias
+    previous = mx.concatenate([anchor[..., None, :], products[..., :-1, a:]], axis=-2)
+    return [mx.sigmoid(receiver + previous[..., :a]) * previous[..., a:], receiver]
 
 
 def launch_gated_message(
@@ -76,7 +82,7 @@ GATED_MESSAGE = Kernel(
     ["message", "receiver"],
     gated_message_reference,
     launch_gated_message,
-    limits=lambda *_: None,
+    limits=lambda y, *_: one_text(y),
 )
 
 
@@ -85,8 +91,9 @@ def residual_write(
 ) -> tuple[mx.array, mx.array]:
     """h = u + RMS(u) * write (no eps), and the RMSNorm of h that follows it.
 
-    block: [n, d], whose last M rows are the u that write [M, d] goes to, the first n - M rows stay
-    as they are; weight [d] and eps: the next norm's. Returns h and norm(h), both [n, d].
+    block: [n, d]; write [M, d] is added to its last M rows u, and the first n - M rows stay as they
+    are. weight [d] and eps: the next norm's. Returns h and norm(h), both [n, d]. For several texts
+    block and write have a leading axis, which the kernel does not take.
     """
     h, normed = kernels.run(RESIDUAL_WRITE, block, write, weight, eps)
     return h, normed
@@ -95,9 +102,9 @@ def residual_write(
 def residual_write_reference(
     block: mx.array, write: mx.array, weight: mx.array, eps: float
 ) -> Arrays:
-    kept = block.shape[0] - write.shape[0]
-    u = block[kept:]
-    h = mx.concatenate([block[:kept], u + root_mean_square(u) * write])
+    kept = block.shape[-2] - write.shape[-2]
+    u = block[..., kept:, :]
+    h = mx.concatenate([block[..., :kept, :], u + root_mean_square(u) * write], axis=-2)
     return [h, mx.fast.rms_norm(h, weight, eps)]
 
 
@@ -126,5 +133,5 @@ RESIDUAL_WRITE = Kernel(
     ["h", "normed"],
     residual_write_reference,
     launch_residual_write,
-    limits=lambda block, *_: size_limit(block.shape[-1]),
+    limits=lambda block, *_: one_text(block) or size_limit(block.shape[-1]),
 )

@@ -1,4 +1,4 @@
-"""Metal kernels behind plain-MLX references: checked at first use, replaced where they fail."""
+"""Metal kernels with plain-MLX references: checked at first use, replaced where they fail."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ Arrays = list[mx.array]
 
 
 class Lookup(NamedTuple):
-    """Rows of a matrix [V, d] by index, read where they are.
+    """Rows of a matrix [V, d] by index, read in place.
 
     The matrix is floating, or packed by MLX's affine quantisation (bits > 0).
     """
@@ -46,10 +46,10 @@ class Kernel:
     """One operation in two forms.
 
     reference(*args): plain MLX operations, for any floating dtype. launcher(function, *args): one
-    launch of the kernel whose body is NAME.metal; function is what `mx.fast.metal_kernel` made.
+    launch of the kernel whose body is NAME.metal; function comes from `mx.fast.metal_kernel`.
     limits(*args): why the kernel doesn't serve these arguments, or None. `strided` inputs are
-    handed over with their strides, so that a broadcast costs no copy. Arguments are arrays,
-    `Lookup`s and floats. HEADER.metal holds the functions that the body calls.
+    passed with their strides, so that a broadcast costs no copy. Arguments are arrays, `Lookup`s
+    and floats. HEADER.metal holds the functions that the body calls.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Check:
-    """What the first use of a kernel on some shapes and dtypes showed."""
+    """Result of a kernel's first use on some shapes and dtypes."""
 
     kernel: str
     shapes: str  # of the array arguments, with their dtypes
-    runs: bool  # the kernel; otherwise the reference takes its place
+    runs: bool  # whether the kernel runs; otherwise the reference does
     reason: str
 
 
@@ -126,7 +126,8 @@ OFF = Kernels("off")
 
 
 def signature(arg: Any) -> Any:
-    """What a check depends on: shape and dtype of an array, nothing of a float, the rest itself."""
+    """The part of an argument that a check depends on: an array's shape and dtype, nothing of a
+    float, any other value."""
     if isinstance(arg, Lookup):
         return tuple(map(signature, arg))
     if isinstance(arg, mx.array):
@@ -141,7 +142,7 @@ def describe(args: tuple[Any, ...]) -> str:
 
 
 def check(kernel: Kernel, args: tuple[Any, ...]) -> Check:
-    """Run kernel and reference on the arguments at hand, and compare both with float32."""
+    """Run kernel and reference on these arguments, and compare both with float32."""
     shapes = describe(args)
     limit = kernel.limits(*args)
     if limit:
@@ -160,7 +161,7 @@ def check(kernel: Kernel, args: tuple[Any, ...]) -> Check:
 
 
 def widened(arg: Any) -> Any:
-    """Floats in float32; of a table only the rows that are looked up, a whole one may be large."""
+    """Widen floats to float32. Of a table, only the rows looked up: a whole one may be large."""
     if isinstance(arg, Lookup):
         rows = mx.arange(arg.rows.size, dtype=mx.uint32).reshape(arg.rows.shape)
         return Lookup(rows, arg.take().reshape(rows.size, -1).astype(mx.float32))

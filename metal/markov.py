@@ -16,7 +16,7 @@ def markov_scores(
 ) -> mx.array:
     """scores[t, i, j] = base[t, j] + predecessor_{t,i} . successor_{t,j}, float32 [M, K, K].
 
-    base: [M, K] float32; the others rows [r] of w1 and w2, with indices [M, K].
+    base: [M, K] float32; the others: rows [r] of w1 and w2, with indices [M, K].
     """
     return kernels.run(MARKOV_SCORES, base, predecessors, successors)[0]
 

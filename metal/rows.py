@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
 
     @classmethod
     def of(cls, layer: nn.Module) -> "Matrix":
-        """Of a linear layer or an embedding, quantised or not."""
+        """The weight of a linear layer or an embedding, quantised or not."""
         if "scales" not in layer:
             return cls(layer.weight)
         packing = (layer.group_size, layer.bits, layer.mode)
@@ -47,7 +47,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """How rows_tile is cut: 8-output tiles of a threadgroup, and the simdgroups that share K."""
+    """A cut of rows_tile: 8-output tiles per threadgroup, and the simdgroups that share K."""
 
     tiles: int = 4
     split: int = 8
@@ -60,8 +60,8 @@ class Tile:
 
 
 def tile_cuts(outputs: int) -> tuple[Tile, ...]:
-    """Cuts worth trying, the likeliest first. Fewer outputs make fewer threadgroups, so K is split
-    more; one cut has 128 threads, for a driver that allows few."""
+    """Cuts worth trying, the most promising first. Fewer outputs make fewer threadgroups, so K is
+    split more. One cut has 128 threads, for drivers that allow few."""
     if outputs >= 4096:
         return Tile(4, 8), Tile(2, 8), Tile(4, 4)
     return Tile(2, 8), Tile(1, 16), Tile(2, 4)
@@ -78,7 +78,7 @@ def rows_tile(x: mx.array, matrix: Matrix, cut: Tile | None = None) -> mx.array:
 
 
 def multiply(x: mx.array, matrix: Matrix) -> mx.array:
-    """x W^T by MLX."""
+    """Compute x W^T by MLX."""
     if matrix.scales is None:
         return x @ matrix.weight.T
     return mx.quantized_matmul(

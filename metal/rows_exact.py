@@ -15,7 +15,8 @@ FUSIONS = range(5)
 
 
 class Form(NamedTuple):
-    """What decides the bits of one row in MLX's kernel; it depends on MLX's version and compiler.
+    """The choices that decide one row's bits in MLX's kernel; they depend on MLX's version and
+    compiler.
 
     packs: 2 where K is whole blocks (qmv_fast), else 1 (qmv). wide: sums of x are float32 (MLX
     0.32.4), else in x's dtype. fuse: which products are fused with an addition: 0 the compiler's
@@ -29,7 +30,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """A form, and a cut that changes no bit: rows and outputs of a simdgroup."""
+    """A form, and a cut that changes no bit: rows and outputs per simdgroup."""
 
     form: Form
     rows: int = 4
@@ -42,11 +43,11 @@ class Exact:
         return ROWS_EXACT.limits(x, matrix, self)
 
 
-CUTS = ((4, 4), (4, 8), (8, 2))  # rows and outputs of a simdgroup: about 65, 100 and 80 registers
+CUTS = ((4, 4), (4, 8), (8, 2))  # rows and outputs per simdgroup: about 65, 100 and 80 registers
 
 
 def forms(matrix: Matrix) -> list[Form]:
-    """The forms that MLX's kernel may have for this matrix, the likeliest first."""
+    """Forms that MLX's kernel may have for this matrix, most likely first."""
     packs = (2, 1) if matrix.shape[1] % 512 == 0 else (1, 2)
     return [Form(p, w, f) for w, p, f in product((True, False), packs, FUSIONS)]
 
@@ -62,7 +63,7 @@ def rows_exact(x: mx.array, matrix: Matrix, cut: Exact | None = None) -> mx.arra
 
 
 def apart(x: mx.array, matrix: Matrix) -> mx.array:
-    """One row after the other: plain decoding's own calls."""
+    """Multiply row by row, by plain decoding's own calls."""
     return mx.concatenate([multiply(x[i : i + 1], matrix) for i in range(x.shape[0])])
 
 

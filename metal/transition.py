@@ -8,8 +8,8 @@ from dspine_mlx.metal.inject import root_mean_square, size_limit
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
 
 MAX_CANDIDATES = 32  # one lane of a simdgroup each
-COLUMNS = 128  # columns of the head's rows in threadgroup memory at a time: 16 KB at K = 32
-PREDECESSORS = 8  # simdgroups of a threadgroup
+COLUMNS = 128  # columns of the head's rows in threadgroup memory at once: 16 KB at K = 32
+PREDECESSORS = 8  # simdgroups per threadgroup
 PACKED_BITS = (2, 4, 8)  # fields that don't straddle 32-bit words
 
 

@@ -28,8 +28,8 @@ def walk(
 
 
 def walk_reference(first: mx.array, transitions: mx.array, noise: mx.array, scale: float) -> Arrays:
-    """All rows move at once; the moves are then composed by pointer doubling, ceil(log2(M)) steps
-    in place of M."""
+    """Find every row's move at once, then compose the moves by pointer doubling: ceil(log2(M))
+    steps in place of M."""
     path, rows = mx.argmax(first + noise[0])[None], first[None]
     if len(transitions):
         moves = mx.argmax(transitions + noise[1:, None, :], axis=-1)  # [M-1, K]

@@ -3,10 +3,10 @@
     python -m recipes.ablation runs/ablation --model runs/demo/target --target-layers 3,4,5 \\
         --data runs/demo/train.jsonl --held-out runs/demo/held-out.jsonl
 
-One run a variant and seed, all reading one cache of the target's features. A finished run is a line
-of results.jsonl; one that was stopped is resumed. The table is made of what is finished. Acceptance
-lengths are the real loop's on the held-out prompts, with the weights of the last step, and with
-95 % intervals from a bootstrap over prompts (of all seeds of a variant together).
+There is one run per variant and seed, all reading one cache of the target's features. A finished
+run is a line of results.jsonl; a stopped one is resumed. The table holds the finished runs.
+Acceptance lengths are from real decoding on the held-out prompts, with the weights of the last
+step, and with 95 % intervals from a bootstrap over prompts (all seeds of a variant together).
 """
 
 import json
@@ -43,7 +43,7 @@ TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 @dataclass(frozen=True)
 class Variant:
-    """A method, and what is changed in its loss and shape; all propose as many tokens."""
+    """A method, with changes to its loss and shape; all variants propose equally many tokens."""
 
     method: str = "dspine"
     loss: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 class Unrefined(Drafter):
-    """A DSpine of which every slot picks from its base logits, as in DFlash."""
+    """A DSpine whose slots all pick from their base logits, as in DFlash."""
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list) -> SlotwiseProposal:
         anchor = mx.array(anchor).reshape(())
@@ -142,7 +142,8 @@ def main(
 
 
 def configure(base: Run, variant: Variant, rank: int) -> Run:
-    """The base run as this variant: the published constants of its method, and the common mix."""
+    """Configure the base run as this variant: its method's published constants, and the common
+    mix."""
     sizes = {
         "dflash": {},
         "dspark": {"markov_rank": rank // 2},
@@ -164,7 +165,7 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
 
 
 def one_run(run: Run, name: str, folder: Path, prompts: int) -> None:
-    """Train and judge; the result is a line of folder/results.jsonl."""
+    """Train and evaluate; the result is a line of folder/results.jsonl."""
     home = folder / f"{name} {run.train.seed}"
     resumed = home.exists()
     if resumed:
@@ -194,7 +195,7 @@ def one_run(run: Run, name: str, folder: Path, prompts: int) -> None:
 def judge(
     drafter: Drafter, tokenizer: TokenizerWrapper, prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """Of every prompt [drafts accepted, rounds], greedy and sampled; what prompt lookup reaches."""
+    """Evaluate every prompt: [drafts accepted, rounds], greedy and sampled, and prompt lookup's."""
     model: Module = drafter.target.model
     counts: dict[str, Any] = {}
     for name, temperature in TEMPERATURES.items():
@@ -216,7 +217,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(folder: Path, names: list[str]) -> str:
-    """Variants in Markdown, from the results that are there."""
+    """Make the table of variants in Markdown, from the results so far."""
     lines = [
         "| | seeds | greedy | T = 1 | greedy, against DSpine | prompt lookup: greedy, T = 1 | "
         "CPU minutes per run |",
@@ -241,8 +242,8 @@ def table(folder: Path, names: list[str]) -> str:
 
 
 def against(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
-    """The greedy acceptance length relative to the others', over the seeds that both have, and its
-    95 % interval from a bootstrap over prompts, the same ones for both."""
+    """Compare the greedy acceptance length with the others', over common seeds, with a 95 %
+    interval from a bootstrap over the same prompts for both."""
     seeds = sorted({r["seed"] for r in rows} & {r["seed"] for r in others})
     if not seeds or rows[0]["name"] == others[0]["name"]:
         return ""

@@ -1,11 +1,11 @@
-"""Make the drafter that ships with the package, from nothing but the demo target.
+"""Make the drafter that ships with the package from the demo target alone.
 
     pip install 'dspine-mlx[train]' && pip install --no-deps reasoning-gym
     python -m recipes.demo runs/demo
 
 Questions are drawn from word-problem templates, the target answers them, and a DSpine drafter
-learns the answers. Every step is a `dspine-mlx train` command, is printed before it runs, and is
-skipped or resumed when its output is there. On Linux preload a fast BLAS:
+learns the answers. Every step is a `dspine-mlx train` command. It is printed before it runs, and
+skipped or resumed if its output exists. On Linux preload a fast BLAS:
 LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 OPENBLAS_NUM_THREADS=1
 """
 
@@ -37,7 +37,7 @@ SETTINGS = {
     "train.short_ratio": 0.65,
     "train.save_every": 50,
     "train.evaluate_every": 100,
-    "loss.reference": "law",  # CE against the target's whole law: less noise than its tokens
+    "loss.reference": "law",  # CE against the target's distribution: less noise than its tokens
     "loss.ce_start": 1.0,  # CE alone at first, then down to its share of .2
     "loss.ce_weight": 0.2,
     "loss.ce_hold": 0.15,
@@ -74,7 +74,7 @@ def main(
 
 
 def wide_target(folder: Path) -> Path:
-    """The demo target in float32: the CPU has no fast half precision."""
+    """Write the demo target in float32: the CPU has no fast half precision."""
     if not folder.exists():
         model, _ = load(str(DEMO / "target"))
         part = folder.with_name(".target.part")

@@ -5,11 +5,11 @@ the questions of a domain to draft for.
     python -m recipes.smollm2 runs/smollm2
 
 writes target, train.questions.jsonl and held-out.questions.jsonl; docs/notes/training-results.md
-continues from there. The domain is three of the templated word problems. Their answers repeat
-themselves more than those of other templates, so a drafter can learn them within an hour or two.
+continues from there. The domain is three of the templated word problems. Their answers are more
+repetitive than other templates', so a drafter can learn them within an hour or two.
 
-The package holds a llama.cpp GGUF of 4-bit weights; they are dequantised, for CPUs without fast
-half precision. The tokenizer is put together from the vocabulary and merges in the same file. There
+The package holds a llama.cpp GGUF of 4-bit weights. They are dequantised, for CPUs without fast
+half precision. The tokenizer is built from the vocabulary and merges in the same file. There
 is no mask token: train drafters with --set drafter.mask_token_id=ID of a token that texts never
 hold, such as <reponame>, whose id is printed.
 """
@@ -100,7 +100,7 @@ def convert(folder: Path) -> None:
 
 
 def weights(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Plain float32 matrices under mlx-lm's names."""
+    """Convert to plain float32 matrices under mlx-lm's names."""
     out = {}
     for name, value in tensors.items():
         stem = name.removesuffix(".weight")
@@ -126,12 +126,12 @@ def full_name(stem: str) -> str:
 
 
 def halves(rows: mx.array) -> mx.array:
-    """llama.cpp keeps the rows of a head in rotated pairs; MLX rotates its two halves."""
+    """Reorder a head's rows: llama.cpp rotates pairs, MLX rotates two halves."""
     return rows.reshape(-1, HEAD_DIM // 2, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizers file: byte-level BPE, single digits."""
+    """Make a tokenizers file: byte-level BPE, single digits."""
     tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
     types = metadata["tokenizer.ggml.token_type"].tolist()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}

@@ -1,7 +1,7 @@
 """Templated word problems from the PyPI package reasoning-gym (Apache-2.0).
 
-`pip install --no-deps reasoning-gym` serves: only its GSM-symbolic generators are loaded, without
-the package's own dependencies.
+`pip install --no-deps reasoning-gym` is enough: only its GSM-symbolic generators are loaded,
+without the package's own dependencies.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-DRAWS = 1000  # before a template counts as exhausted
+DRAWS = 1000  # draws before a template counts as exhausted
 UNUSABLE = {
     32,
     35,
@@ -30,7 +30,7 @@ UNUSABLE = {
     90,
     97,
     98,
-}  # as the package itself says
+}  # according to the package itself
 
 
 def load(name: str, path: Path) -> ModuleType:
@@ -61,9 +61,9 @@ def templates() -> list[Callable[..., dict]]:
 
 
 def questions(count: int, seed: int, chosen: Sequence[int] = ()) -> Iterator[str]:
-    """Distinct questions, all templates in turn, or those chosen of `templates`.
+    """Yield distinct questions, from all templates in turn, or from the chosen ones.
 
-    ValueError when a template has no more: some have but some hundred.
+    ValueError when a template has no more: some have only a few hundred.
     """
     rng, makers = random.Random(seed), templates()
     makers = [makers[i] for i in chosen] or makers
@@ -81,7 +81,7 @@ def questions(count: int, seed: int, chosen: Sequence[int] = ()) -> Iterator[str
 def write_questions(
     path: Path, count: int, seed: int, excluded: set[str], chosen: Sequence[int] = ()
 ) -> set[str]:
-    """One chat a line, its answer still empty; returns the questions."""
+    """Write one chat per line, its answer still empty; returns the questions."""
     texts = [text for text in questions(count, seed, chosen) if text not in excluded]
     if not path.exists():
         rows = [{"prompt": text, "completion": ""} for text in texts]

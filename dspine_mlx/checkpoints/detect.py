@@ -1,4 +1,4 @@
-"""What a checkpoint is: its method and its layout, by its config and its tensors together."""
+"""Detecting a checkpoint's method and layout, from its config and its tensors together."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A kind of drafter that is refused by name, and its signs; see `Method`. A method that is
-    registered with one of these signs goes before it."""
+    """A kind of drafter that is refused by name, and its signs; see `Method`. A method registered
+    with one of these signs takes precedence."""
 
     title: str
     reason: str
@@ -29,7 +29,7 @@ class Unsupported:
     marks: tuple[str, ...] = ()
 
 
-EXPERIMENTS = {  # SpecForge's and others' heads: their title and the projector that says so
+EXPERIMENTS = {  # heads of SpecForge and others: their title, and the projector that marks them
     "hspec": "HSpec",
     "edsd": "EDSD",
     "dta": "DTA",
@@ -71,13 +71,13 @@ UNSUPPORTED = (
     ),
 )
 Kinds = tuple[Method | Unsupported, ...]
-Signs = list[tuple[str, Kinds]]  # what says it, and the kinds that it may be said of
+Signs = list[tuple[str, Kinds]]  # the sign, and the kinds that it may mark
 
 
 def detect(config: Config, names: Collection[str]) -> tuple[Method, Layout]:
-    """The method and layout of a checkpoint with this config.json and these tensor names.
+    """Detect the method and layout of a checkpoint with this config.json and these tensor names.
 
-    A config that says one method over tensors of another is refused, with both named.
+    A config of one method over tensors of another is refused, with both named.
     """
     inner = section(config, "config") or config
     if OURS in config:
@@ -124,17 +124,17 @@ def all_kinds() -> Kinds:
 
 
 def with_sign(field: str, value: str) -> Kinds:
-    """The kinds that have a value in one of their fields of signs, methods first."""
+    """Kinds with this value in a field of signs, methods first."""
     return tuple(kind for kind in all_kinds() if value in vars(kind)[field])
 
 
 def values_of(field: str) -> list[str]:
-    """All values of a field of signs, each once."""
+    """All values of a field of signs, without repeats."""
     return list(dict.fromkeys(value for kind in all_kinds() for value in vars(kind)[field]))
 
 
 def claimed(config: Config) -> Signs:
-    """What the config says, by the keys that say it."""
+    """The config's signs, by key."""
     says: Signs = []
     stated = config.get("speculators_model_type")
     if stated is not None:
@@ -144,7 +144,7 @@ def claimed(config: Config) -> Signs:
         raise InputError(f"architectures is {architectures!r}; it must be a list of names")
     for name in architectures:
         found = with_sign("architectures", name)
-        # vLLM's names for speculators' heads fit several methods: the type beside them decides
+        # vLLM's names for speculators' heads fit several methods: the type beside them decides.
         if found and (stated is None or isinstance(found[0], Unsupported)):
             says.append((name, found))
     for key in values_of("keys"):
@@ -158,7 +158,7 @@ def claimed(config: Config) -> Signs:
 
 
 def known(key: str, value: Any) -> Kinds:
-    """The kinds that a stated value is a sign of; `InputError` if there are none."""
+    """Kinds that a stated value is a sign of; `InputError` if there are none."""
     values = values_of(key)
     if not isinstance(value, str) or value not in values:
         raise InputError(f"{key} is {value!r}; {', '.join(values)} are known")
@@ -166,7 +166,7 @@ def known(key: str, value: Any) -> Kinds:
 
 
 def held(names: Collection[str]) -> Signs:
-    """What the tensors are, by one tensor for each mark."""
+    """The tensors' signs: one tensor for each mark."""
     found = ((mark, next((n for n in names if mark in n), None)) for mark in values_of("marks"))
     return [(name, with_sign("marks", mark)) for mark, name in found if name is not None]
 
@@ -177,7 +177,7 @@ def listed(signs: Signs) -> str:
 
 
 def check_backbone(names: Collection[str]) -> None:
-    """Refuse what is no block drafter at all: a target, an EAGLE head, a bare adapter."""
+    """Refuse folders that hold no block drafter: a target, an EAGLE head, a bare adapter."""
     fused = any(name.endswith(("fc.weight", "fc.scales")) for name in names)
     layers = any("layers.0.self_attn." in name for name in names)
     if not (fused and layers):

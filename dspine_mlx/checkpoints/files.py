@@ -1,7 +1,7 @@
-"""Reading checkpoint folders that nobody vouches for.
+"""Reading untrusted checkpoint folders.
 
-A safetensors header is checked against its file before MLX opens it, an index can only name files
-of its own folder, and pickles are opened by torch's weights-only loader or not at all.
+A safetensors header is checked against its file before MLX opens it. An index can only name files
+in its own folder. Pickles are opened by torch's weights-only loader or not at all.
 """
 
 import json
@@ -56,8 +56,8 @@ Tensors = dict[str, Tensor]
 
 
 def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
-    """The value of JSON that anybody may have written; whatever `json` raises is an `InputError`:
-    bad syntax, bytes that are no text, numbers of too many digits, too deep nesting."""
+    """Parse untrusted JSON. Whatever `json` raises becomes an `InputError`: bad syntax, bytes that
+    are not text, numbers with too many digits, too deep nesting."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except InputError:
@@ -67,9 +67,9 @@ def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `InputError` for anything else, repeated keys included.
+    """Read a JSON object from a file; `InputError` for anything else, repeated keys included.
 
-    Infinity passes: configs of recurrent targets have it. What is read from it is checked later.
+    Infinity passes: configs of recurrent targets have it. Values are checked where they are used.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise InputError(f"{path} has the key {double[0]!r} twice")
         return out
 
-    if not path.is_file():  # a device would be read without end
+    if not path.is_file():  # reading a device would never end
         raise InputError(f"{path} is no file")
     if path.stat().st_size > MAX_JSON:
         raise InputError(f"{path} has {path.stat().st_size} bytes; no config or index is that long")
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """Every tensor of a folder by name: shards of an index, model*.safetensors, the only
+    """List a folder's tensors by name: shards of an index, model*.safetensors, the only
     *.safetensors, or torch files."""
     tensors: Tensors = {}
     for file in weight_files(folder):
@@ -165,7 +165,7 @@ def check_index(folder: Path, tensors: Tensors) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file of a folder, refused when a link leads out of it.
+    """Path of a file in a folder, refused if a link leads out of the folder.
 
     The Hub's cache links snapshots/REVISION/FILE to blobs/ beside snapshots/, which is allowed.
     """
@@ -182,7 +182,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_header(file: Path) -> Tensors:
-    """A safetensors file's tensors, after checking that its header describes exactly its bytes."""
+    """List a safetensors file's tensors after checking its header against its exact size."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -242,7 +242,7 @@ def header_entry(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, 
 
 
 def load_tensors(tensors: Tensors) -> dict[str, mx.array]:
-    """The arrays of some tensors; those of safetensors are read when they are evaluated."""
+    """Load some tensors; arrays of safetensors are read only when evaluated."""
     files: dict[Path, list[str]] = {}
     for name, tensor in tensors.items():
         files.setdefault(tensor.file, []).append(name)
@@ -265,7 +265,7 @@ def lazy_arrays(file: Path) -> dict[str, mx.array]:
 
 
 def torch_state(file: Path) -> dict[str, Any]:
-    """A torch file's tensors, mapped lazily, through the weights-only loader."""
+    """Load a torch file's tensors, mapped lazily, through the weights-only loader."""
     try:
         import torch
     except ImportError as error:
@@ -276,7 +276,7 @@ def torch_state(file: Path) -> dict[str, Any]:
     check_zip(file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # noqa: BLE001  torch raises its unpickler's own kinds
+    except Exception as error:  # noqa: BLE001  torch raises its unpickler's own types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{file} was refused by torch's weights-only loader: {reason}") from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
@@ -287,7 +287,7 @@ def torch_state(file: Path) -> dict[str, Any]:
 
 
 def check_zip(file: Path) -> None:
-    """torch stores its entries uncompressed; a compressed one may unfold to any size."""
+    """Refuse compressed entries: torch writes none, and one may unpack to any size."""
     if not zipfile.is_zipfile(file):
         raise InputError(f"{file} is no zip as torch has written since 1.6; save it anew")
     with zipfile.ZipFile(file) as archive:
@@ -315,7 +315,7 @@ def torch_arrays(file: Path, keys: list[str]) -> dict[str, mx.array]:
     state, out = torch_state(file), {}
     for key in keys:
         value = state[key].detach().contiguous()
-        if value.dtype == torch.bfloat16:  # NumPy has none: hand over the bits
+        if value.dtype == torch.bfloat16:  # NumPy has no bfloat16: hand over the bits
             out[key] = mx.array(value.view(torch.uint16).numpy()).view(mx.bfloat16)
         else:
             out[key] = mx.array(value.numpy())

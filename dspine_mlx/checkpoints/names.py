@@ -1,4 +1,4 @@
-"""Tensor names of a checkpoint -> parameter paths of the drafter, by a layout's table."""
+"""From a checkpoint's tensor names to the drafter's parameter paths, by a layout's table."""
 
 import re
 from collections import defaultdict
@@ -14,16 +14,15 @@ Problems = dict[str, list[str]]
 
 
 def pattern_of(name: str) -> str:
-    """A tensor's name or a parameter's path in any layer, as tables have it."""
+    """A tensor's name or parameter's path as in tables, with {i} for the layer."""
     return LAYER.sub(".{i}.", name)
 
 
 def parameter(layout: Layout, name: str) -> str | None:
-    """The path (with #k for part k) that a tensor has in the drafter; "": it holds no parameter;
-    None: unknown.
+    """A tensor's path in the drafter, with #k for part k; "": it holds no parameter; None: unknown.
 
-    The network's own paths are names in every layout. A packed weight's scales and biases go where
-    its weight goes.
+    The network's own paths are names in every layout. A packed weight's scales and biases follow
+    it.
     """
     name = name.removeprefix("model.")
     for suffix in (".scales", ".biases"):
@@ -38,8 +37,9 @@ def parameter(layout: Layout, name: str) -> str | None:
 
 
 def match(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Sources, Problems]:
-    """The tensors that each parameter is made of, in order; and those that are missing as parts,
-    unexpected, claimed twice, or of another shape than the other parts."""
+    """Match tensors to parameters. Returns the tensors of each parameter, in order, and the
+    problems: parts that are missing, unexpected, claimed twice, or of another shape than the other
+    parts."""
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     unexpected = []
     for name in sorted(shapes):
@@ -72,7 +72,7 @@ def match(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Source
 
 
 def published(layout: Layout, path: str) -> list[str]:
-    """What the layout calls the tensors of a parameter."""
+    """The layout's names for the tensors of a parameter."""
     layer = next(iter(LAYER.findall(path)), "")
     whole = [name for name, to in layout.names.items() if to == pattern_of(path)]
     found = parts_of(layout, path) or whole[:1]
@@ -80,7 +80,7 @@ def published(layout: Layout, path: str) -> list[str]:
 
 
 def parts_of(layout: Layout, path: str) -> list[str]:
-    """The tensors, in order, that are stacked into a parameter; empty for most."""
+    """Tensors that are stacked into a parameter, in order; empty for most."""
     parts = [
         (target, name) for name, target in layout.names.items() if target.startswith(f"{path}#")
     ]
@@ -88,12 +88,12 @@ def parts_of(layout: Layout, path: str) -> list[str]:
 
 
 def unknown(layout: Layout, names: Collection[str]) -> list[str]:
-    """Names that the layout's table has no place for."""
+    """Names that are not in the layout's table."""
     return sorted(n for n in names if parameter(layout, n) is None)
 
 
 def published_weights(layout: Layout, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """A network's parameters under the names of a layout: the inverse of `match`."""
+    """Rename a network's parameters to a layout's names: the inverse of `match`."""
     named: dict[str, mx.array] = {}
     for path, value in weights.items():
         names = published(layout, path)

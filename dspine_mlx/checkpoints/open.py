@@ -40,7 +40,7 @@ T2D = "t2d"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds, before any weight is read."""
+    """A drafter's folder before any weight is read."""
 
     folder: Path
     raw: dict[str, Any]  # config.json, with the taps that were given
@@ -57,11 +57,11 @@ class Checkpoint:
         return stacked_shapes(self.sources, self.tensors)
 
     def build(self) -> DFlash:
-        """The network with these settings; its weights are whatever modules start from."""
+        """Build the network with these settings; its weights are the modules' initial ones."""
         try:
             network = self.method.network(self.config)
             network.add_own_embeddings(self.sources)
-        except OverflowError as error:  # a product of sizes that each are within their limits
+        except OverflowError as error:  # a product of sizes, each within its limits
             raise InputError(f"the drafter's config.json has too large sizes: {error}") from error
         return network
 
@@ -107,7 +107,7 @@ class Checkpoint:
             raise InputError(f"the tensors are not a {type(network).__name__}'s: {listed}")
 
     def called(self, path: str) -> str:
-        """A parameter's name in the files."""
+        """The name of a parameter in the files."""
         return " + ".join(self.sources[path])
 
     def arrays(self, paths: Collection[str] | None = None) -> dict[str, mx.array]:
@@ -122,7 +122,7 @@ class Checkpoint:
 
 
 def wanted_shape(layout: Layout, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[int]:
-    """The shape that a missing tensor would have: of its parameter, or of a part of it."""
+    """The expected shape of a missing tensor: that of its parameter, or of a part of it."""
     path, _, part = (parameter(layout, name) or name).partition("#")
     first, *rest = expected[path]
     return [first // len(parts_of(layout, path)) if part else first, *rest]
@@ -131,7 +131,7 @@ def wanted_shape(layout: Layout, name: str, expected: Mapping[str, tuple[int, ..
 def assemble(
     layout: Layout, path: str, names: tuple[str, ...], arrays: Mapping[str, mx.array]
 ) -> mx.array:
-    """One parameter from its tensors: parts stacked, offsets turned into ids."""
+    """Make a parameter from its tensors: parts are stacked, offsets become ids."""
     pieces = [arrays[name] for name in names]
     value = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
     if path == "d2t":
@@ -141,7 +141,7 @@ def assemble(
 
 
 def check_vocabulary(ids: mx.array, known: mx.array) -> None:
-    """Refuse a draft vocabulary of other ids [Vd] than those which t2d [V] marks."""
+    """Refuse a draft vocabulary whose ids [Vd] are not those marked in t2d [V]."""
     if ids.tolist() != np.flatnonzero(known).tolist():
         raise InputError(
             "d2t leads to other tokens than t2d marks; it must hold offsets, to be added to 0, 1, "
@@ -150,7 +150,7 @@ def check_vocabulary(ids: mx.array, known: mx.array) -> None:
 
 
 def parameters(layout: Layout, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Arrays under a layout's names -> the same under the drafter's own paths."""
+    """Rename arrays from a layout's names to the drafter's own paths."""
     sources, problems = match(layout, {name: value.shape for name, value in arrays.items()})
     if any(problems.values()):
         raise InputError(f"these are no tensors of {layout.name}: {problems}")
@@ -218,7 +218,7 @@ def open_checkpoint(
 
 
 def renamed(tensors: Tensors, rename: Mapping[str, str]) -> Tensors:
-    """Tensors under the names that a table gives them."""
+    """Rename tensors by a table."""
     absent = sorted(rename.keys() - tensors.keys())
     if absent:
         raise InputError(f"the table of names has {', '.join(absent)}, which the files do not")
@@ -230,7 +230,7 @@ def renamed(tensors: Tensors, rename: Mapping[str, str]) -> Tensors:
 
 
 def with_codes(folder: Path, tensors: Tensors, codes: Path | None) -> Tensors:
-    """Adds C from a file of its own: the one given, or the folder's only one that has `codes`."""
+    """Add C from a separate file: the one given, or the folder's only one that has `codes`."""
     own = [name for name in ("transfer_codes", "codes", CODES) if name in tensors]
     if own and codes:
         raise InputError(f"the checkpoint has its own {own[0]}; drop --codes {codes}")

@@ -1,4 +1,4 @@
-"""How tensors are packed: MLX's quantisation modes, as mlx-lm's config.json states them."""
+"""Packing of tensors: MLX's quantisation modes, as mlx-lm's config.json states them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ Packing = dict[str, Any]  # group_size, bits and mode, as mlx-lm writes them
 
 
 def packing_of(mode: Any, bits: Any, group_size: Any) -> Packing:
-    """A way of packing that MLX has; absent numbers are the mode's own."""
+    """Check a packing against MLX's modes; absent numbers are the mode's defaults."""
     if not isinstance(mode, str) or mode not in MODES:
         raise InputError(f"quantisation mode {mode!r} is unknown; {', '.join(MODES)} are known")
     group, width = MODES[mode]
@@ -28,7 +28,7 @@ def packing_of(mode: Any, bits: Any, group_size: Any) -> Packing:
 
 
 def stated_packing(block: Any) -> Packing:
-    """The packing that a config's quantization block, or a module's entry in it, states."""
+    """Read the packing from a config's quantization block, or from a module's entry in it."""
     if not isinstance(block, dict):
         raise InputError(f"quantization is {block!r} in config.json; it must be an object")
     return packing_of(block.get("mode", "affine"), block.get("bits"), block.get("group_size"))

@@ -1,4 +1,4 @@
-"""A drafter's rope theta, which no tensor's shape gives away where config.json leaves it out."""
+"""A drafter's rope theta: if config.json leaves it out, no tensor's shape shows it."""
 
 from typing import Any
 

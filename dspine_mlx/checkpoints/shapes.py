@@ -1,8 +1,8 @@
-"""DSpine tensors under unknown names, told apart by shape where that leaves one reading.
+"""Matching DSpine tensors under unknown names by shape, where that is unambiguous.
 
     C [V, r], readouts [r, d] and writes [d, a] of every layer, bias [a], and three gates [a, r]
 
-The three gates have one shape: without names they are never guessed.
+The three gates have the same shape: without names they are never guessed.
 """
 
 import json
@@ -25,7 +25,8 @@ NUMBER = re.compile(r"\d+", re.ASCII)
 def match_by_shape(
     layout: Layout, config: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> tuple[Names, tuple[str, ...]]:
-    """A table {unknown name: SpecForge's name} for what is missing, and how each was recognised.
+    """Make a table {unknown name: SpecForge's name} for what is missing, and say how each was
+    recognised.
 
     `InputError`, with a table to fill in, when a shape fits several places.
     """
@@ -36,7 +37,7 @@ def match_by_shape(
     layers = config.get("num_hidden_layers")
 
     def find(role: str, fits: Callable[[Shape], bool]) -> Shape | None:
-        """The shape of a role's tensors, which are looked for among those left unless known."""
+        """Find the shape of a role's tensors among those left, unless it is known."""
         first = role.replace("{i}", "0")
         if first in known:
             return known[first]
@@ -71,7 +72,7 @@ def match_by_shape(
 
 
 def families(shapes: Mapping[str, Shape], layers: Any) -> dict[str, list[str]]:
-    """Groups of one tensor a layer: names that differ in one number, 0 to layers - 1, and have
+    """Group tensors with one per layer: names that differ in one number, 0 to layers - 1, and share
     one shape; in order of the layers."""
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     for name in shapes:

@@ -29,7 +29,7 @@ def register(method: Method) -> None:
 
 @contextmanager
 def registered(method: Method) -> Iterator[None]:
-    """Know a method within the block only."""
+    """Register a method within the block only."""
     register(method)
     try:
         yield
@@ -38,7 +38,7 @@ def registered(method: Method) -> Iterator[None]:
 
 
 def method_of(network: nn.Module) -> Method:
-    """The method that a network is of."""
+    """The method that a network belongs to."""
     for method in METHODS.values():
         if type(network) is method.network:
             return method

@@ -1,4 +1,4 @@
-"""A proposal without a table: the scores of a slot depend on the whole path before it."""
+"""A proposal without a table: a slot's scores depend on the whole path before it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,8 +16,8 @@ State = Any  # of N paths: arrays [N, ...]
 class ChainProposal(ABC):
     """M slots that pick from one pool of P tokens, one slot after the other.
 
-    Slot t scores the pool given the tokens picked so far, so q_t = softmax(scores / T) over the
-    pool is the very distribution of its draw, whatever was left out of the pool.
+    Slot t scores the pool given the tokens picked so far. So q_t = softmax(scores / T) over the
+    pool is exactly the distribution it draws from, whatever the pool leaves out.
     """
 
     def __init__(self, slots: int, tokens: mx.array):
@@ -30,7 +30,7 @@ class ChainProposal(ABC):
 
     @abstractmethod
     def start(self, paths: int) -> State:
-        """The state of N paths that hold the anchor alone."""
+        """The state of N paths that hold only the anchor."""
 
     @abstractmethod
     def scores(self, slot: int, state: State) -> tuple[mx.array, State]:
@@ -38,14 +38,14 @@ class ChainProposal(ABC):
 
     @abstractmethod
     def follow(self, state: State, picks: mx.array) -> State:
-        """The state once entries [N] of the pool are picked."""
+        """The state after picking entries [N] of the pool."""
 
     def confidence_on(self, path: mx.array) -> mx.array | None:
         """[M] the chance that each slot is accepted if the one before is; None: not known."""
         return None
 
     def arrays(self) -> list[mx.array]:
-        """What the walk starts from, for whoever wants it evaluated."""
+        """Arrays that the walk starts from, for callers that evaluate them."""
         return [x for x in vars(self).values() if isinstance(x, mx.array)]
 
     def ranked(self) -> NoReturn:
@@ -67,7 +67,7 @@ class ChainProposal(ABC):
         reshape: Callable[[mx.array], mx.array] | None = None,
         kernels: Kernels = OFF,
     ) -> list[tuple[mx.array, mx.array]]:
-        """Walks side by side, one per noise [M, P]; see `Proposal.paths`."""
+        """Walk side by side, once per noise [M, P]; see `Proposal.paths`."""
         shaped = (lambda _, row: row) if reshape is None else (lambda _, row: reshape(row))
         picks, rows = self.walk(mx.stack(noises, axis=1), shaped)
         return list(zip(picks, mx.softmax(rows * scale, axis=-1), strict=True))
@@ -75,8 +75,8 @@ class ChainProposal(ABC):
     def walk(
         self, noise: mx.array, shaped: Callable[[int, mx.array], mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """The picks [N, M] of argmax(shaped(slot, scores) + noise) with noise [M, N, P], slot after
-        slot, and the shaped scores [N, M, P]."""
+        """Pick argmax(shaped(slot, scores) + noise) slot by slot, with noise [M, N, P]. Returns the
+        picks [N, M] and the shaped scores [N, M, P]."""
         state, picks, rows = self.start(noise.shape[1]), [], []
         for slot in range(self.slots):
             row, state = self.scores(slot, state)
@@ -91,7 +91,7 @@ AnyProposal = Proposal | SlotwiseProposal | ChainProposal
 
 
 def shared_pool(base: mx.array, size: int = POOL) -> mx.array | None:
-    """Columns of base scores [M, V], ascending, that lie closest below the best one of some slot;
+    """Columns of base scores [M, V], ascending, with the smallest gap to the best of some slot;
     None: all.
 
     Every slot's best token is in it.

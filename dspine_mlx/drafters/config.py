@@ -1,4 +1,4 @@
-"""Drafter hyper-parameters, under the names that public checkpoints give them."""
+"""Drafter hyperparameters, under the names that public checkpoints give them."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -26,7 +26,7 @@ class DrafterConfig:
     """The parallel backbone (DFlash, arXiv:2602.06036), a stack of Qwen3-like layers.
 
     `from_dict` accepts `dflash_config` and `dspine_config` nested, as checkpoints have them; their
-    keys win over equal ones at the top level. Keys that are not named here are ignored.
+    keys win over equal ones at the top level. Other keys are ignored.
     """
 
     hidden_size: int
@@ -60,7 +60,7 @@ class DrafterConfig:
     final_logit_softcapping: float | None = None
     attention_value_scale: float = 1.0
     attention_sink_bias: bool = False  # a learned sink logit per query head
-    top_k: int = 16  # K, candidates a slot
+    top_k: int = 16  # K, candidates per slot
     draft_vocab_size: int | None = None  # tokens the drafter can propose; None: all
 
     @classmethod
@@ -134,7 +134,8 @@ class DrafterConfig:
         return self.sliding_window if self.layer_type(layer) == "sliding_attention" else None
 
     def layer_causal(self, layer: int) -> bool:
-        """Whether slots see only earlier slots: is_causal, else causal, else the layer's type."""
+        """Whether slots see only earlier slots: is_causal, else causal, else by the layer's
+        type."""
         for stated in (self.is_causal, self.causal):
             if stated is not None:
                 return stated
@@ -168,7 +169,8 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(name: str, kind: Any, value: Any) -> Any:
-    """The value as the field's type says, or `InputError`; numbers in strings are refused."""
+    """Check a value against its field's type, or raise `InputError`; numbers in strings are
+    refused."""
     if value is None:
         return None
     kind = str(kind).removeprefix("<class '").removesuffix("'>")

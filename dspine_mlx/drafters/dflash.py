@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
@@ -22,6 +23,8 @@ from dspine_mlx.drafters.settings import is_speculators, read_flat, read_specula
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
+
+Caches = list[KVCache] | list[DraftRows]  # of one text or several, one per draft layer
 
 
 class ContextAttention(nn.Module):
@@ -55,26 +58,36 @@ class ContextAttention(nn.Module):
             config.max_position_embeddings,
         )
 
-    def keys_and_values(self, rows: mx.array, cache: KVCache) -> tuple[mx.array, mx.array]:
-        """Append the rows [1, n, d] to the cache; all keys and values so far."""
+    def keys_and_values(
+        self, rows: mx.array, cache: KVCache | DraftRows
+    ) -> tuple[mx.array, mx.array]:
+        """Append the rows [B, n, d] of B texts to the cache; all keys and values so far."""
         keys = self.k_proj(rows).reshape(*rows.shape[:2], self.n_kv_heads, -1)
         values = self.make_values(rows, keys).swapaxes(1, 2)
         keys = self.rope(self.k_norm(keys).swapaxes(1, 2), offset=cache.offset)
         return cache.update_and_fetch(keys, values)
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """Values of rows [1, n, d], shaped as their keys before any norm: [1, n, heads, hd]."""
+        """Values of rows [B, n, d], shaped as their keys before any norm: [B, n, heads, hd]."""
         values = self.v_proj(rows).reshape(keys.shape)
         return values if self.value_scale == 1.0 else values * self.value_scale
 
-    def __call__(self, x: mx.array, context: mx.array, cache: KVCache) -> mx.array:
-        """x: [1, B, d] normalised block rows; context: [1, n, d] rows that are new to the cache."""
+    def __call__(self, x: mx.array, context: mx.array, cache: KVCache | DraftRows) -> mx.array:
+        """x: [B, L, d] normalised block rows of B texts; context: [B, n, d] rows that are new to
+        the cache."""
         B, L, _ = x.shape
-        keys, values = self.keys_and_values(mx.concatenate([context, x], axis=1), cache)
-        cache.trim(L)
-        anchor = cache.offset
+        mask: mx.array | str | None
+        anchor: int | mx.array
+        if isinstance(cache, DraftRows):
+            keys, values = self.keys_and_values(cache.side_by_side(context, x), cache)
+            anchor = cache.anchors
+            mask = self.visible_to_texts(keys.shape[2], L, anchor)
+        else:
+            keys, values = self.keys_and_values(mx.concatenate([context, x], axis=1), cache)
+            cache.trim(L)
+            anchor = cache.offset
+            keys, values, mask = self.visible(keys, values, L, anchor)
         queries = self.q_norm(self.q_proj(x).reshape(B, L, self.n_heads, -1)).swapaxes(1, 2)
-        keys, values, mask = self.visible(keys, values, L, anchor)
         output = mx.fast.scaled_dot_product_attention(
             self.rope(queries, offset=anchor),
             keys,
@@ -104,6 +117,17 @@ class ContextAttention(nn.Module):
         inside = slots[:, None] >= slots if self.causal else mx.ones((block, block), mx.bool_)
         return keys, values, mx.concatenate([near, inside], axis=1)
 
+    def visible_to_texts(self, columns: int, block: int, anchors: mx.array) -> mx.array:
+        """`visible` for texts with anchors [B]: the mask [B, 1, L, S] over all columns."""
+        column, anchor = mx.arange(columns, dtype=mx.int32), anchors[:, None, None, None]
+        slot = anchor + mx.arange(block, dtype=mx.int32)[:, None]
+        mask = column <= slot if self.causal else column < anchor + block
+        if self.window is None:
+            return mask
+        from_anchor = self.window_from_anchor
+        near = anchor - column <= self.window if from_anchor else slot - column < self.window
+        return mask & (near | (column >= anchor))
+
 
 class DraftLayer(nn.Module):
     def __init__(self, config: DrafterConfig, layer: int):
@@ -114,7 +138,7 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, normed: mx.array, context: mx.array, cache: KVCache
+        self, x: mx.array, normed: mx.array, context: mx.array, cache: KVCache | DraftRows
     ) -> mx.array:
         """x: [1, B, d], and normed = input_layernorm(x), which the caller may get more cheaply."""
         return self.around(lambda rows: self.self_attn(rows, context, cache), x, normed)
@@ -129,10 +153,10 @@ class DraftLayer(nn.Module):
 
 class DFlash(nn.Module):
     """The parallel backbone. Embedding and LM head are the target's, lent for every proposal and
-    never copied (see `bind`), but where a checkpoint has its own.
+    never copied (see `bind`), unless a checkpoint has its own.
 
-    With a reduced draft vocabulary the head is the target's rows of the tokens `d2t` [Vd], and a
-    candidate's id counts those rows.
+    With a reduced draft vocabulary, the head has the target's rows for the tokens `d2t` [Vd], and a
+    candidate's id is an index into them.
     """
 
     layer_class: type[DraftLayer] = DraftLayer
@@ -151,7 +175,7 @@ class DFlash(nn.Module):
             self.freeze(keys="d2t", recurse=False)
 
     def bind(self, target: Target, kernels: Kernels = OFF) -> Drafter:
-        """This network as a drafter for a target, with whose embedding and head it proposes.
+        """Bind the network to a target, whose embedding and head it proposes with.
 
         kernels: which Metal kernels may run. They have no gradient: training needs OFF.
         """
@@ -165,7 +189,7 @@ class DFlash(nn.Module):
         return Drafter(self, self.with_own_embeddings(target), target, kernels)
 
     def add_own_embeddings(self, paths: Collection[str]) -> None:
-        """Make room for a checkpoint's own embedding and head, where its parameters name them."""
+        """Add modules for a checkpoint's own embedding and head, if its parameters name them."""
         config = self.config
         if "embed_tokens.weight" in paths:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -173,8 +197,8 @@ class DFlash(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
     def with_own_embeddings(self, target: Target) -> Target:
-        """The target with the embedding and head to propose with: the network's own where it has
-        ones that differ, and the head's rows of a reduced vocabulary."""
+        """The target with the embedding and head to propose with: the network's own where they
+        differ, and only the head's rows of a reduced vocabulary."""
         for name, shared in (("embed_tokens", target.embed), ("lm_head", target.lm_head)):
             if name in self and equal(self[name], shared):
                 del self[name]
@@ -188,39 +212,42 @@ class DFlash(nn.Module):
         return lent
 
     def tokens(self, ids: mx.array) -> mx.array:
-        """The target's ids of candidates."""
+        """Map candidates to the target's token ids."""
         return self.d2t[ids] if "d2t" in self else ids
 
     def make_cache(self) -> list[KVCache]:
         return [KVCache() for _ in self.layers]
 
     def context(self, features: mx.array) -> mx.array:
-        """Context rows [1, n, d] of target features [1, n, m*d]."""
-        if features.shape[1] == 0:  # quantised products of no rows crash on the CPU
-            return mx.zeros((1, 0, self.config.hidden_size), features.dtype)
+        """Turn target features [B, n, m*d] into context rows [B, n, d]."""
+        if features.shape[1] == 0:  # quantised products with no rows crash on the CPU
+            return mx.zeros((len(features), 0, self.config.hidden_size), features.dtype)
         return self.hidden_norm(self.fc(features))
 
-    def extend(self, features: mx.array, cache: list[KVCache]) -> None:
+    def extend(self, features: mx.array, cache: Caches) -> None:
         """See `Drafter.extend`."""
         context = self.context(features)
         for layer, c in zip(self.layers, cache, strict=True):
             layer.self_attn.keys_and_values(context, c)
 
     def embed_block(self, anchor: mx.array, target: Target) -> mx.array:
-        """[anchor, mask, mask, ...] embedded: [1, B, d]."""
-        masks = mx.full((self.config.block_size - 1,), self.config.mask_token_id, anchor.dtype)
-        block = target.embed(mx.concatenate([anchor.reshape(1), masks])[None])
+        """Embed [anchor, mask, mask, ...]: [1, L, d], or [B, L, d] for anchors [B, 1]."""
+        anchors, more = anchor.reshape(-1, 1), self.config.block_size - 1
+        masks = mx.full((len(anchors), more), self.config.mask_token_id, anchor.dtype)
+        block = target.embed(mx.concatenate([anchors, masks], axis=1))
         scale = self.config.input_embedding_scale
         return block if scale == 1.0 else block * scale
 
     def backbone(
-        self, anchor: mx.array, features: mx.array, cache: list[KVCache], target: Target
+        self, anchor: mx.array, features: mx.array, cache: Caches, target: Target
     ) -> mx.array:
-        """Normalised states [M, d] of the slots that propose, after the last layer."""
+        """Run all layers; normalised states [M, d] of the proposing slots, or [B, M, d] for several
+        texts with anchors [B, 1]."""
         h, context = self.embed_block(anchor, target), self.context(features)
         for layer, c in zip(self.layers, cache, strict=True):
             h = layer(h, layer.input_layernorm(h), context, c)
-        return self.norm(h[0, self.config.first_slot :])
+        h = h if anchor.ndim == 2 else h[0]
+        return self.norm(h[..., self.config.first_slot :, :])
 
     def propose(
         self,
@@ -230,9 +257,32 @@ class DFlash(nn.Module):
         target: Target,
         kernels: Kernels = OFF,
     ) -> AnyProposal:
-        """See `Drafter.propose`, which lends the target's embedding and head, and the kernels."""
-        states = self.backbone(mx.array(anchor), features, cache, target)
-        return self.slotwise(target.head(states))
+        """Propose M tokens; `Drafter.propose` lends the target's embedding and head, and the
+        kernels."""
+        anchor = mx.array(anchor)
+        states = self.backbone(anchor, features, cache, target)
+        return self.proposal(anchor, states, target.head(states), kernels)
+
+    def propose_texts(
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> list[AnyProposal]:
+        """Propose for several texts with one run of the layers and one product with the head."""
+        states = self.backbone(anchors[:, None], features, cache, target)
+        logits = target.head(states.reshape(-1, states.shape[-1]))
+        logits = logits.reshape(*states.shape[:2], -1)
+        texts = zip(anchors, states, logits, strict=True)
+        return [self.proposal(*text, kernels) for text in texts]
+
+    def proposal(
+        self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
+    ) -> AnyProposal:
+        """A text's proposal from its slots' states [M, d] and the head's logits [M, Vd] of them."""
+        return self.slotwise(logits)
 
     def slotwise(self, logits: mx.array, confidence: mx.array | None = None) -> SlotwiseProposal:
         """A proposal of slots that pick on their own, from the head's logits [M, Vd]."""
@@ -269,7 +319,7 @@ BACKBONE: Names = (
     }
     | dict.fromkeys(("t2d", "mask_embedding", "mask_embedding.weight"), "")
 )
-# Where a drafter does not use the target's embedding and head.
+# For drafters that don't use the target's embedding and head.
 OWN_EMBEDDINGS = same("embed_tokens.weight", "lm_head.weight")
 TENSORS = BACKBONE | OWN_EMBEDDINGS
 
@@ -283,10 +333,11 @@ METHOD = Method(
         Layout("DFlash, z-lab", TENSORS, read_flat),
     ),
     large=LARGE,
-    # DFlashDraftModel is no sign: Tencent's DSpine says it too.
+    # DFlashDraftModel is not a sign: Tencent's DSpine uses it too.
     architectures=("DFlashSpeculator",),
     speculators_model_type=("dflash",),
     projector_type=("dflash",),
+    several_texts=True,
     reference="dspine_mlx.convert.reference:dflash_round",
     objective="dspine_mlx.train.objectives.dflash:OBJECTIVE",
 )

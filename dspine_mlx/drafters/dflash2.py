@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash, DraftLayer
@@ -29,10 +28,10 @@ class DFlash2Config(DrafterConfig):
     """Convolutions over `conv_kernel_size` slots in groups of channels, and the selector's rank."""
 
     conv_kernel_size: int  # C
-    conv_group_size: int  # g: channels that share the part of a kernel that depends on the slot
+    conv_group_size: int  # g: channels that share the slot-dependent part of a kernel
     selector_rank: int  # r
     selector_top_k: int  # K, in place of top_k
-    selector_vocab_size: int | None = None  # ids that can be proposed lie below; None: all
+    selector_vocab_size: int | None = None  # only ids below this are proposed; None: all
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DFlash2Config":
@@ -61,7 +60,7 @@ class DFlash2Config(DrafterConfig):
                 f"selector_top_k is {self.selector_top_k}; there are only {self.num_selectable} "
                 "tokens to select from"
             )
-        if self.output_multiplier <= 0:  # it is applied after ranking
+        if self.output_multiplier <= 0:  # applied after ranking
             raise InputError(f"output_multiplier is {self.output_multiplier}; it must be above 0")
         if self.num_draft_tokens < self.vocab_size:
             raise InputError(
@@ -71,7 +70,7 @@ class DFlash2Config(DrafterConfig):
 
     @property
     def num_selectable(self) -> int:
-        """Tokens that can be proposed: the ids below this."""
+        """Number of proposable tokens: the ids below this."""
         return self.vocab_size if self.selector_vocab_size is None else self.selector_vocab_size
 
 
@@ -92,7 +91,7 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(d, 2 * taps * groups, bias=False)
 
     def kernels(self, normed: mx.array) -> mx.array:
-        """Both sides' kernels b + d of every slot: [..., 2, C, H] of normalised rows [..., H]."""
+        """Both sides' kernels b + d of every slot [..., 2, C, H], from normalised rows [..., H]."""
         sides, taps, width = self.base_kernel.shape
         dynamic = self.kernel_projection(normed).reshape(*normed.shape[:-1], sides, taps, -1, 1)
         base = self.base_kernel.reshape(sides, taps, dynamic.shape[-2], -1)
@@ -100,7 +99,7 @@ class BlockConvolution(nn.Module):
 
 
 def convolve(kernel: mx.array, rows: mx.array) -> mx.array:
-    """Rows [..., B, H] of a block under one side's kernels [..., B, C, H]."""
+    """Convolve a block's rows [..., B, H] with one side's kernels [..., B, C, H]."""
     out = kernel[..., 0, :] * rows
     for tap in range(1, min(kernel.shape[-2], rows.shape[-2])):
         earlier = [(0, 0)] * (rows.ndim - 2) + [(tap, 0), (0, 0)]
@@ -142,7 +141,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def after(self, previous: mx.array, states: mx.array) -> mx.array:
-        """P[u] * W h_t in float32 [M, K, r]: of tokens [M, K] before slots of states [M, d]."""
+        """P[u] * W h_t in float32 [M, K, r], for tokens [M, K] before slots with states [M, d]."""
         slots = self.hidden_projection(states).astype(mx.float32)
         return self.predecessor_codebook(previous).astype(mx.float32) * slots[:, None]
 
@@ -167,19 +166,11 @@ class DFlash2(DFlash):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
-    def propose(
-        self,
-        anchor: int | mx.array,
-        features: mx.array,
-        cache: list[KVCache],
-        target: Target,
-        kernels: Kernels = OFF,
+    def proposal(
+        self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
     ) -> Proposal:
-        """Propose M tokens after the anchor: T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), in float32. See
-        `Drafter.propose`."""
-        anchor = mx.array(anchor)
-        states = self.backbone(anchor, features, cache, target)
-        tokens, base = rank(target.head(states)[:, : self.config.num_selectable], self.config)
+        """T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), in float32. See `DFlash.proposal`."""
+        tokens, base = rank(logits[:, : self.config.num_selectable], self.config)
         first = mx.broadcast_to(anchor.reshape(1, 1), (1, tokens.shape[1])).astype(tokens.dtype)
         before = mx.concatenate([first, tokens[:-1]])
         selector = self.candidate_selector
@@ -199,15 +190,17 @@ SPECULATORS_DEFAULTS = {
 
 
 def read_speculators_dflash2(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """See `read_speculators`. Only the whole vocabulary is drafted from."""
+    """Read speculators' config (see `read_speculators`). Only the whole vocabulary is drafted
+    from."""
     stated = {key: value for key, value in config.items() if value is not None}
     flat = read_speculators(SPECULATORS_DEFAULTS | stated, shapes)
     return flat | {"draft_vocab_size": stated.get("draft_vocab_size")}
 
 
 def readings(config: DFlash2Config, target: Target) -> dict[str, dict[str, Any]]:
-    """The authors' two implementations differ where the target scales its own embeddings, and a
-    checkpoint does not say which it was trained with: raw rows are read here at first."""
+    """Other readings of a checkpoint. The authors' two implementations differ where the target
+    scales its own embeddings, and a checkpoint does not say which one it was trained with. Raw rows
+    are tried first."""
     if "gemma" not in type(target.model).__module__:
         return {}
     scale = config.input_embedding_scale * config.hidden_size**0.5
@@ -251,6 +244,7 @@ METHOD = Method(
     marks=("candidate_selector.", "attention_conv.", "mlp_conv."),
     required="candidate_selector.",
     readings=readings,
+    several_texts=True,
     reference="dspine_mlx.convert.reference_dflash2:dflash2_round",
     objective="dspine_mlx.train.objectives.dflash2:OBJECTIVE",
 )

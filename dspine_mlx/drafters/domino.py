@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from dspine_mlx.drafters.chain import ChainProposal, shared_pool
+from dspine_mlx.batch.draft_rows import DraftRows
+from dspine_mlx.drafters.chain import AnyProposal, ChainProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
@@ -25,8 +26,8 @@ from dspine_mlx.target.model import Target
 
 @dataclass(frozen=True)
 class DominoConfig(DrafterConfig):
-    """A block of B slots makes B - 1 proposals: from the anchor's slot on with `shift_label`, from
-    the first mask's without it."""
+    """A block of B slots makes B - 1 proposals, from the anchor's slot on with `shift_label`, else
+    from the first mask's."""
 
     emb_dim: int = 256  # E
     gru_hidden_dim: int = 1024  # F
@@ -140,9 +141,22 @@ class Domino(DFlash):
         states = self.backbone(anchor, features, cache, target)[: self.config.num_proposals]
         return DominoProposal(self, states, anchor, target)
 
+    def propose_texts(
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> list[AnyProposal]:
+        """See `Drafter.propose_texts`."""
+        states = self.backbone(anchors[:, None], features, cache, target)
+        texts = zip(states[:, : self.config.num_proposals], anchors, strict=True)
+        return [DominoProposal(self, own, anchor, target) for own, anchor in texts]
+
 
 def read_domino(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """See `read_flat`. Some configs state emb_dim twice."""
+    """Read as `read_flat` does. Some configs state emb_dim twice."""
     stated, nested = config.get("emb_dim"), section(config, "dflash_config").get("emb_dim")
     if stated is not None and nested is not None and stated != nested:
         raise InputError(
@@ -178,6 +192,7 @@ METHOD = Method(
     marks=("prefix_gru.", "embed_proj."),
     required="prefix_gru.",
     remarks=remarks,
+    several_texts=True,
     reference="dspine_mlx.convert.reference_domino:domino_round",
     objective="dspine_mlx.train.objectives.domino:OBJECTIVE",
 )

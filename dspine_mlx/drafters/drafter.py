@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Drafter:
-    """What `load` returns and generation drafts with. `network.bind(target)` makes one.
+    """A bound network: `load` returns one, generation drafts with it, `network.bind(target)` makes
+    one.
 
     The network's parameters are a checkpoint's; the target's weights are lent to it, never copied.
     """
 
     network: "DFlash"
-    target: Target  # with the embedding and head that it proposes with: a checkpoint's own, or rows
+    target: Target  # with the embedding and head to propose with: a checkpoint's own, or rows
     verifier: Target  # whose distribution it drafts for
     kernels: Kernels = OFF
     folder: Path | None = None  # that it was loaded from
@@ -51,8 +53,8 @@ class Drafter:
         """Features of no positions: [1, 0, m*d]."""
         return mx.zeros((1, 0, self.network.feature_size), self.target.dtype)
 
-    def extend(self, features: mx.array, cache: list[KVCache]) -> None:
-        """Take target features [1, n, m*d] of the next n context positions into the cache."""
+    def extend(self, features: mx.array, cache: list[KVCache] | list[DraftRows]) -> None:
+        """Add target features [1, n, m*d] of the next n context positions to the cache."""
         self.network.extend(features, cache)
 
     def propose(
@@ -60,10 +62,22 @@ class Drafter:
     ) -> AnyProposal:
         """Propose M tokens after the anchor.
 
-        features: [1, n, m*d], target features of the positions before the anchor that are not yet
-        in the cache (n may be 0).
+        features: [1, n, m*d], target features of the positions before the anchor, as far as the
+        cache lacks them (n may be 0).
         """
         return self.network.propose(anchor, features, cache, self.target, self.kernels)
+
+    def propose_texts(
+        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+    ) -> list[AnyProposal]:
+        """Propose M tokens after each text's anchor: one proposal per text, bit-equal to `propose`
+        where the backend's rows are.
+
+        anchors: [B]; features: [B, n, m*d], of which the cache's lengths say how many rows each
+        text takes in (`DraftLengths.take_in`).
+        """
+        network = self.network
+        return network.propose_texts(anchors, features, cache, self.target, self.kernels)
 
     def set_dtype(self, dtype: mx.Dtype) -> None:
         """Cast the network's floating-point parameters."""

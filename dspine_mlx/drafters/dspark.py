@@ -1,8 +1,8 @@
 """DSpark: a Markov head over the parallel backbone, and a confidence head.
 
 The heads are DeepSpec's: a block of B slots starts with the anchor, whose slot makes the first of B
-proposals. Slot t scores token v after token u as U_t(v) + B_t(u, v). Where the head is stronger
-than the backbone it prefers tokens that U_t ranks low, so slots are walked over a large pool.
+proposals. Slot t scores token v after token u as U_t(v) + B_t(u, v). A head stronger than the
+backbone prefers tokens that U_t ranks low, so slots are walked over a large pool.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.drafters.chain import POOL, AnyProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
@@ -36,12 +35,12 @@ class DSparkConfig(DrafterConfig):
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
-    confidence_temperatures: tuple[float, ...] = ()  # one a slot, divides the confidence's logit
-    candidate_pool: int = POOL  # tokens that slots pick from one by one; 0: a table of top_k
+    confidence_temperatures: tuple[float, ...] = ()  # one per slot, divides the confidence's logit
+    candidate_pool: int = POOL  # tokens that slots pick from in turn; 0: a table of top_k
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DSparkConfig":
-        """Also reads `sample_from_anchor`, which some checkpoints state in place of first_slot."""
+        """Also read `sample_from_anchor`, which some checkpoints state in place of first_slot."""
         flat = flatten(config)
         if isinstance(flat.get("sample_from_anchor"), bool):
             flat.setdefault("first_slot", int(not flat["sample_from_anchor"]))
@@ -68,7 +67,7 @@ class DSparkConfig(DrafterConfig):
 class VanillaMarkov(nn.Module):
     """B_t(u, v) = w2[v] . w1[u]
 
-    Both matrices are read by rows only, so both are embeddings.
+    Only rows of either matrix are read, so both are embeddings.
     """
 
     def __init__(self, config: DSparkConfig):
@@ -182,23 +181,15 @@ class DSpark(DFlash):
         if config.num_draft_tokens < config.vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, config.num_draft_tokens, bias=False)
 
-    def propose(
-        self,
-        anchor: int | mx.array,
-        features: mx.array,
-        cache: list[KVCache],
-        target: Target,
-        kernels: Kernels = OFF,
+    def proposal(
+        self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
     ) -> AnyProposal:
-        """Propose M tokens after the anchor. See `Drafter.propose`.
+        """See `DFlash.proposal`.
 
         Slot t scores v after u as U_t(v) + B_t(u, v): over a pool of `candidate_pool` tokens,
         walked slot by slot, or if that is 0 over the `top_k` best base candidates of both slots, as
         a table.
         """
-        anchor = mx.array(anchor)
-        states = self.backbone(anchor, features, cache, target)
-        logits = target.head(states)
         if "markov_head" not in self:
             return self.slotwise(logits, self.confidence(states))
         if self.config.candidate_pool:
@@ -213,7 +204,7 @@ class DSpark(DFlash):
     def table(
         self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
     ) -> Proposal:
-        """T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and the confidence of every slot after each
+        """The table T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), and every slot's confidence after each
         candidate of the one before."""
         ids, scores = rank(logits, self.config)
         candidates = self.tokens(ids)
@@ -232,8 +223,8 @@ class DSpark(DFlash):
         states: mx.array,
         kernels: Kernels = OFF,
     ) -> mx.array:
-        """The Markov head's table [M, K, K] after predecessors `before` [M, K]; that of an unpacked
-        vanilla head takes one launch where kernels run."""
+        """The Markov head's table [M, K, K] after predecessors `before` [M, K]. An unpacked vanilla
+        head takes one launch where kernels run."""
         head = self.markov_head
         w1, w2 = head.markov_w1, head.markov_w2
         if type(head) is VanillaMarkov and "scales" not in w1 and "scales" not in w2:
@@ -242,8 +233,8 @@ class DSpark(DFlash):
         return head(base, w1(before), w2(ids), states)
 
     def confidence(self, features: mx.array, previous: mx.array | None = None) -> mx.array | None:
-        """Chances [M, ...] of every slot, of its states [M, ..., d] and, if they count, w1 of the
-        tokens before it [M, ..., r]; None without a head."""
+        """Chances [M, ...] of the slots, from states [M, ..., d] and, if the head reads them, w1
+        [M, ..., r] of the tokens before; None without a head."""
         if "confidence_head" not in self:
             return None
         if previous is not None and self.config.confidence_head_with_markov:
@@ -256,7 +247,7 @@ class DSpark(DFlash):
 
 
 def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Rank and heads, where keys leave them open."""
+    """Infer rank and heads from tensors, where keys leave them open."""
     w1, confidence = (
         shapes.get(f"{name}.weight") for name in ("markov_head.markov_w1", "confidence_head.proj")
     )
@@ -274,7 +265,8 @@ def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
 
 
 def readings(config: DSparkConfig, target: Target) -> dict[str, dict[str, Any]]:
-    """A table is cheaper, and does where the head seldom brings in what the backbone ranks low."""
+    """Offer a table, which is cheaper, and good enough if the head seldom promotes low-ranked
+    tokens."""
     if not config.markov_rank or not config.candidate_pool:
         return {}
     return {f"a table of each slot's {config.top_k} best": {"candidate_pool": 0}}
@@ -319,6 +311,7 @@ METHOD = Method(
     marks=MARKS,
     fill=heads_from_tensors,
     readings=readings,
+    several_texts=True,
     reference="dspine_mlx.convert.reference:dspark_round",
     objective="dspine_mlx.train.objectives.dspark:OBJECTIVE",
 )

@@ -76,7 +76,7 @@ class Gemma4DSpark(DSpark):
 
 
 def read_gemma4(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """DeepSpec's for Gemma 4: the target's text config, of whose layers all are global ones."""
+    """Read DeepSpec's config for Gemma 4: the target's text config, with global layers only."""
     rope = section(config, "rope_parameters").get("full_attention", GEMMA4_ROPE)
     flat = flatten(dict(config) | {"rope_parameters": rope})
     rope = flat["rope_scaling"] or {}
@@ -124,6 +124,7 @@ METHOD = Method(
     architectures=("Gemma4DSparkModel",),
     marks=MARKS,
     fill=heads_from_tensors,
+    several_texts=True,
     readings=readings,
     reference="dspine_mlx.convert.reference:dspark_round",
 )

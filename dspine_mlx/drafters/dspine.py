@@ -1,6 +1,6 @@
 """DSpine: adjacent causal injection in every draft layer (arXiv:2609.36173).
 
-After each layer a slot receives what its predecessor predicts at that depth; after the last layer
+After each layer, a slot receives what its predecessor predicts at that depth. After the last layer,
 the same injection takes the predecessor's token instead, which gives a K x K transition table.
 """
 
@@ -12,8 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from dspine_mlx.batch.draft_rows import DraftRows
+from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
-from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash
+from dspine_mlx.drafters.dflash import BACKBONE, LARGE, Caches, DFlash
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.method import Config, Layout, Method, Names, Shapes
 from dspine_mlx.drafters.proposal import Proposal
@@ -61,7 +63,7 @@ class Injection(nn.Module):
         self.bias = mx.zeros((a,))
 
     def from_codes(self, codes: mx.array) -> mx.array:
-        """[G_p; A] sqrt(r) c of known tokens' codes c [..., r]: [..., 2a]."""
+        """Fold known tokens' codes c [..., r] with the gates: [G_p; A] sqrt(r) c [..., 2a]."""
         return project_rows(self.gates, codes * codes.shape[-1] ** 0.5, self.bias.shape[0])
 
 
@@ -74,12 +76,13 @@ class DSpine(DFlash):
         self.transfer_codes = nn.Embedding(config.vocab_size, config.transfer_rank)
 
     def next_norm(self, layer: int) -> nn.RMSNorm:
-        """The norm that reads what layer writes."""
+        """The norm that follows a layer."""
         last = layer + 1 == len(self.layers)
         return self.norm if last else self.layers[layer + 1].input_layernorm
 
     def bind(self, target: Target, kernels: Kernels = OFF) -> Drafter:
-        """See `DFlash.bind`. With kernels, codes kept in full are folded with their gates."""
+        """Bind as `DFlash.bind` does. With kernels, codes kept in full are folded with their
+        gates."""
         codes = self.get("transfer_codes", {})  # absent once they are folded
         if kernels.active and "weight" in codes and "scales" not in codes:
             self.folded_codes = self.injection.from_codes(codes.weight)
@@ -90,8 +93,9 @@ class DSpine(DFlash):
     def code_rows(self, tokens: mx.array) -> Lookup:
         """Rows [G_p; A] sqrt(r) C[x] [2a] of tokens.
 
-        A round reads the codes C [V, r] in this form only. Folded once for the vocabulary it takes
-        as much memory where 2a = r, and saves every round the product over all candidates.
+        A round reads the codes C [V, r] in this form only. Folding them once for the whole
+        vocabulary takes no more memory if 2a = r, and saves a product over all candidates in every
+        round.
         """
         if "folded_codes" in self:
             return Lookup(tokens, self.folded_codes)
@@ -101,13 +105,14 @@ class DSpine(DFlash):
     def inject(
         self, layer: int, block: mx.array, anchor: mx.array, kernels: Kernels = OFF
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Injection after a layer, in five launches: h of all slots [B, d], normalised for the next
-        layer too, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
+        """Inject after a layer, in five launches. Returns h of all slots [L, d], h normalised for
+        the next layer, and the receiver terms s_t G_q y_t + b [M, a] of slots 1..M.
 
-        block: the layer's output [B, d], slot 0 stays as it is; anchor: [G_p; A] sqrt(r) C[x_0].
+        block: the layer's output [L, d], slot 0 stays as it is; anchor: [G_p; A] sqrt(r) C[x_0].
+        Of several texts all have a leading axis.
         """
         injection, norm = self.injection, self.next_norm(layer)
-        y = injection.readouts[layer](block[1:])
+        y = injection.readouts[layer](block[..., 1:, :])
         message, receiver = gated_message(y, injection.gates(y), anchor, injection.bias, kernels)
         write = injection.writes[layer](message)
         h, normed = residual_write(block, write, norm.weight, norm.eps, kernels)
@@ -117,20 +122,24 @@ class DSpine(DFlash):
         self,
         anchor: mx.array,
         features: mx.array,
-        cache: list[KVCache],
+        cache: Caches,
         target: Target,
         kernels: Kernels = OFF,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Run all layers; of slots 1..M after the last one: normalised states [M, d], the states u
-        [M, d] before its injection, and its receiver terms [M, a]."""
+        """Run all layers. Returns, of slots 1..M after the last layer: normalised states [M, d],
+        the states u [M, d] before its injection, and its receiver terms [M, a]. For several texts,
+        with anchors [B, 1], all have a leading axis."""
+        several = anchor.ndim == 2
         h, context = self.embed_block(anchor, target), self.context(features)
         normed = self.layers[0].input_layernorm(h)
-        code = self.code_rows(anchor).take()
+        code = self.code_rows(anchor[:, 0] if several else anchor).take()
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
-            block = layer(h, normed, context, c)[0]
+            block = layer(h, normed, context, c)
+            block = block if several else block[0]
             h, normed, receiver = self.inject(i, block, code, kernels)
-            h, normed = h[None], normed[None]
-        return normed[0, 1:], block[1:], receiver
+            h, normed = (h, normed) if several else (h[None], normed[None])
+        states = normed if several else normed[0]
+        return states[..., 1:, :], block[..., 1:, :], receiver
 
     def propose(
         self,
@@ -140,11 +149,38 @@ class DSpine(DFlash):
         target: Target,
         kernels: Kernels = OFF,
     ) -> Proposal:
-        """Propose M tokens after the anchor: T_t[i, j] = S_t(v_i, v_j), the last layer's injection
-        redone with candidate i of slot t - 1 as the predecessor. See `Drafter.propose`."""
+        """Propose M tokens after the anchor. See `Drafter.propose`."""
         anchor = mx.array(anchor).reshape(())
         states, u, receiver = self.injected_backbone(anchor, features, cache, target, kernels)
-        ids, scores = rank(target.head(states), self.config)
+        return self.refined(target.head(states), u, receiver, target, kernels)
+
+    def propose_texts(
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> list[AnyProposal]:
+        """See `Drafter.propose_texts`."""
+        states, u, receiver = self.injected_backbone(
+            anchors[:, None], features, cache, target, kernels
+        )
+        logits = target.head(states.reshape(-1, states.shape[-1]))
+        texts = zip(logits.reshape(*states.shape[:2], -1), u, receiver, strict=True)
+        return [self.refined(*text, target, kernels) for text in texts]
+
+    def refined(
+        self,
+        logits: mx.array,
+        u: mx.array,
+        receiver: mx.array,
+        target: Target,
+        kernels: Kernels = OFF,
+    ) -> Proposal:
+        """T_t[i, j] = S_t(v_i, v_j), the last layer's injection redone with candidate i of slot
+        t - 1 as the predecessor. All of slots 1..M: the head's logits [M, Vd], u and receiver."""
+        ids, scores = rank(logits, self.config)
         table = self.transition_table(u[1:], receiver[1:], ids, target, kernels)
         return Proposal(self.tokens(ids), scores[0], table)
 
@@ -158,8 +194,8 @@ class DSpine(DFlash):
     ) -> mx.array:
         """Last-write refinement for all pairs of candidates [M, K] at once: [M-1, K, K] float32.
 
-        u [M-1, d] and receiver [M-1, a] of slots 2..M are kept from the last layer: no readout or
-        gate of theirs is computed again.
+        u [M-1, d] and receiver [M-1, a] of slots 2..M come from the last layer, so no readout or
+        receiver gate is computed again.
         """
         predecessors = self.code_rows(self.tokens(ids[:-1]))
         message = candidate_messages(receiver, predecessors, kernels)
@@ -170,7 +206,7 @@ class DSpine(DFlash):
 
 
 def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:
-    """x times the output rows of a Linear, quantised or not, from row `first` on."""
+    """Multiply x by a Linear's output rows from row `first` on, quantised or not."""
     if "scales" not in linear:
         return x @ linear.weight[first:].T
     biases = linear.get("biases")
@@ -186,7 +222,7 @@ def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:
 
 
 def sizes_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Rank and message size, where no key states them."""
+    """Infer rank and message size from tensors, where no key states them."""
     readout, bias = shapes.get("injection.readouts.0.weight"), shapes.get("injection.bias")
     if flat.get("transfer_rank") is None and readout:
         flat["transfer_rank"] = readout[0]
@@ -230,7 +266,7 @@ METHOD = Method(
         ),
         Layout("DSpine, SpecForge", TENSORS, read_flat),
     ),
-    large=LARGE,  # drafts are sensitive to injections, which are small
+    large=LARGE,  # injections stay exact: drafts are sensitive to them, and they are small
     architectures=("DSpineDraftModel",),
     projector_type=("dspine",),
     keys=("dspine_config", f"dflash_config.{BRIDGE}"),
@@ -239,6 +275,7 @@ METHOD = Method(
     fill=sizes_from_tensors,
     codes="transfer_rank",
     flags=("transfer_ready",),
+    several_texts=True,
     reference="dspine_mlx.convert.reference:dspine_round",
     objective="dspine_mlx.train.objectives.dspine:OBJECTIVE",
 )

@@ -1,4 +1,4 @@
-"""DSpark's proposal as published: the Markov head speaks before anything is left out for good."""
+"""DSpark's proposal as published: the Markov head scores a large pool before candidates are cut."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -16,17 +16,17 @@ class MarkovHead(Protocol):
     def step(
         self, previous: mx.array, states: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """What w2 is multiplied with [N, r], after w1 [N, r] of the token before and at the slot's
-        states [N, d]; and the memory [N, r] that the slot leaves."""
+        """The factor [N, r] of w2, from w1 [N, r] of the previous token and the slot's states [N,
+        d], and the slot's memory [N, r] for the next one."""
 
 
 class Path(NamedTuple):
     previous: mx.array  # w1 [N, r] of the newest token
-    memory: mx.array  # [N, r], of the recurrent kind
+    memory: mx.array  # [N, r], of an RNN head
 
 
 class MarkovProposal(ChainProposal):
-    """Scores U_t(v) + B_t(x_{t-1}, v) of a pool of tokens, which for a small vocabulary is all."""
+    """Scores U_t(v) + B_t(x_{t-1}, v) of a pool of tokens; a small vocabulary is all in it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A drafting method: what loading, converting and training must know of it, in one record."""
+"""A drafting method: one record of what loading, converting and training must know."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -44,9 +44,9 @@ def no_other(config: DrafterConfig, target: "Target") -> dict[str, dict[str, Any
 class Layout:
     """How one publisher names a method's tensors and settings.
 
-    names maps a tensor's name to the network's parameter; {i} is a layer, `path#k` part k of a
-    parameter that stacks several tensors, in order, and "" a tensor that holds no parameter. The
-    table serves reading, and writing: a parameter is written under the first name that leads to it,
+    names maps a tensor's name to the network's parameter. {i} is a layer; `path#k` is part k of a
+    parameter that stacks several tensors, in order; "" marks a tensor that holds no parameter. The
+    table serves reading and writing: a parameter is written under the first name that leads to it,
     or in its parts.
     """
 
@@ -54,8 +54,8 @@ class Layout:
     names: Names
     settings: Settings
     recognise: Callable[[Config, Collection[str]], bool] = always  # by config.json and tensor names
-    offsets: bool = True  # d2t holds offsets d -> d + d2t[d]; False: the target's ids
-    by_shape: bool = False  # names may be unknown and are then told apart by shape
+    offsets: bool = True  # d2t holds offsets d -> d + d2t[d]; False: it holds the target's ids
+    by_shape: bool = False  # unknown names are told apart by shape
 
     @cached_property
     def paths(self) -> set[str]:
@@ -69,7 +69,7 @@ class Method:
 
     A checkpoint is recognised by signs: what its config.json says (architectures,
     speculators_model_type, projector_type, other keys) and names of its tensors (marks). All signs
-    must agree; of the methods that have them all the first registered one is taken.
+    must agree. Of the methods with all of them, the first registered one is taken.
     """
 
     name: str  # in commands and in converted folders
@@ -77,31 +77,33 @@ class Method:
     config: type[DrafterConfig]
     network: "type[DFlash]"
     layouts: tuple[Layout, ...]  # the first that recognises a checkpoint is taken
-    large: tuple[str, ...]  # parameters that --quantize packs; what is not named stays exact
+    large: tuple[str, ...]  # parameters that --quantize packs; all others stay exact
 
     architectures: tuple[str, ...] = ()
     speculators_model_type: tuple[str, ...] = ()
     projector_type: tuple[str, ...] = ()  # of dflash_config
     keys: tuple[str, ...] = ()  # of config.json, as "section.key"
     marks: tuple[str, ...] = ()  # parts of tensor names
-    required: str | None = None  # the mark without which a config that says this method is wrong
+    required: str | None = None  # a mark that every checkpoint of this method must have
 
-    fill: Fill = as_stated  # settings that tensors tell where config.json is silent
+    fill: Fill = as_stated  # settings inferred from tensors where config.json is silent
     codes: str | None = None  # the config's field with the rank of its transfer codes, if any
-    flags: tuple[str, ...] = ()  # published tensors of one number that must be true
-    # other ways to run a checkpoint, {in words: fields of its config}, which a probe tells apart
+    flags: tuple[str, ...] = ()  # published one-number tensors that must be true
+    # other readings of a checkpoint, {in words: fields of its config}, which a probe tells apart
     readings: Callable[[Any, "Target"], dict[str, dict[str, Any]]] = no_other
     remarks: Callable[[Config], tuple[str, ...]] = nothing  # on a config.json, for `inspect`
+    several_texts: bool = False  # its network has a `propose_texts` of its own kind
     reference: str | None = None  # "module:function", a round in float64; None: can't be verified
     objective: str | None = None  # "module:object" to train it; None: can't be trained here
 
     @property
     def exported(self) -> Layout:
-        """What trained drafters are published in."""
+        """The layout that trained drafters are published in."""
         return self.layouts[-1]
 
     @property
     def converted(self) -> Layout:
-        """What `dspine_mlx.convert` writes: parameter paths and config fields as they are."""
+        """The layout that `dspine_mlx.convert` writes: parameter paths and config fields as they
+        are."""
         names = self.exported.names | (same(*SPACE) if self.codes else {})
         return Layout(f"{self.title}, dspine-mlx", names, read_own, offsets=False)

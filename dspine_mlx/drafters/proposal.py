@@ -1,4 +1,4 @@
-"""What a drafter hands to selection, for one block: the point where all drafters meet."""
+"""A drafter's proposal for one block, as selection takes it: the interface of all drafters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class Proposal(NamedTuple):
         reshape: Callable[[mx.array], mx.array] | None = None,
         kernels: Kernels = OFF,
     ) -> list[tuple[mx.array, mx.array]]:
-        """The walk that argmax(scores + noise) takes, for each noise [M, K]: indices [M] of
-        candidates, and the probs softmax(scale * scores) [M, K] of each slot that it met.
+        """Walk by argmax(scores + noise), for each noise [M, K]. Returns the indices [M] of
+        candidates, and the probs softmax(scale * scores) [M, K] of each slot on the way.
 
-        reshape: applied to the scores [n, K] first.
+        reshape: applied first to the scores [n, K].
         """
         first, transitions = self.first, self.transitions
         if reshape is not None:
@@ -54,7 +54,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotwiseProposal:
-    """M slots that each pick on their own. The candidates are not ranked yet, and a greedy draft
+    """M slots that each pick on their own. Candidates are ranked only on demand; a greedy draft
     needs none."""
 
     config: DrafterConfig
@@ -63,7 +63,7 @@ class SlotwiseProposal:
     confidence: mx.array | None = None  # [M] the chance that slot t is accepted if t - 1 is
 
     def tokens(self, ids: mx.array) -> mx.array:
-        """The target's ids of rows of the head."""
+        """Map rows of the head to the target's token ids."""
         return ids if self.vocabulary is None else self.vocabulary[ids]
 
     def greedy_tokens(self) -> mx.array:
@@ -71,14 +71,14 @@ class SlotwiseProposal:
         return self.tokens(mx.argmax(self.logits, axis=-1))
 
     def probs(self) -> mx.array:
-        """Chances of the slots' K candidates [M, K], in no order."""
+        """Probs [M, K] of the slots' K candidates, in no order."""
         K = self.config.top_k
         values = shortlist(self.logits, K)[0]
         top = mx.partition(values, -K, axis=-1)[:, -K:] if values.shape[1] > K else values
         return mx.softmax(scale_scores(top, self.config), axis=-1)
 
     def ranked(self) -> Proposal:
-        """T_t[i, j] = U_t(v_j)"""
+        """The same as a table, T_t[i, j] = U_t(v_j)."""
         ids, scores = rank(self.logits, self.config)
         M, K = scores.shape
         table = mx.broadcast_to(scores[1:, None, :], (M - 1, K, K))

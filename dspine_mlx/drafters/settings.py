@@ -1,8 +1,8 @@
-"""config.json of every layout -> the fields of a drafter's config, under one precedence.
+"""From config.json of every layout to the fields of a drafter's config, under one precedence.
 
-Each reader takes the config and the shapes that were found, by parameter path, and returns a flat
-dictionary for `DrafterConfig.from_dict`. What a config states wins over what shapes suggest; what
-neither gives is refused.
+Each reader takes the config and the shapes by parameter path, and returns a flat dictionary for
+`DrafterConfig.from_dict`. Stated values win over what shapes suggest; a value that neither gives is
+an error.
 """
 
 import math
@@ -43,14 +43,15 @@ def section(config: Config, name: str) -> dict[str, Any]:
 
 
 def read_own(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """A converted folder's: the fields themselves."""
+    """Read a converted folder's config: the fields themselves."""
     return flatten(config)
 
 
 def read_flat(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """z-lab's, SpecForge's and DeepSpec's: flat keys under dflash_config and dspine_config.
+    """Read z-lab's, SpecForge's and DeepSpec's config: flat keys under dflash_config and
+    dspine_config.
 
-    The anchor-first question is settled by the method: DSpark's blocks are, unless
+    The method decides which slot proposes first: in DSpark's blocks it is the anchor's, unless
     sample_from_anchor says otherwise.
     """
     flat = flatten(config)
@@ -65,12 +66,12 @@ def read_flat(config: Config, shapes: Shapes) -> dict[str, Any]:
 
 
 def read_reference(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """Model keys under "config". Its block of 16 is stated nowhere in some files."""
+    """Read model keys under "config". Some files don't state the block size, which is 16."""
     return read_flat({"block_size": 16} | section(config, "config"), shapes)
 
 
 def read_speculators(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """transformer_layer_config over Qwen3's defaults; aux ids count one above the taps."""
+    """Read transformer_layer_config over Qwen3's defaults; aux ids count one above the taps."""
     layer = QWEN3_DEFAULTS | {
         k: v for k, v in section(config, "transformer_layer_config").items() if v is not None
     }
@@ -99,7 +100,7 @@ def aux_ids(config: Config) -> list[Any]:
 
 
 def tap_of(aux_id: Any) -> int:
-    """speculators' aux id a is the output of target layer a - 1; 0 is the embedding."""
+    """Tap of speculators' aux id a: the output of target layer a - 1; 0 is the embedding."""
     if type(aux_id) is not int or aux_id < 1:
         raise InputError(
             f"aux_hidden_state_layer_ids holds {aux_id!r}; ids from 1 (the first layer's output) "
@@ -109,7 +110,7 @@ def tap_of(aux_id: Any) -> int:
 
 
 def first_slot(flat: Config) -> int:
-    """0 when the anchor's slot makes the first proposal: stated, or block_size less the number of
+    """The first proposing slot, 0 if it is the anchor's: stated, or block_size less the number of
     speculative tokens."""
     stated = flat.get("sample_from_anchor")
     if isinstance(stated, bool):
@@ -145,11 +146,12 @@ def supported(flat: Config, rope: Config) -> None:
 
 
 def layer_types(flat: Config) -> list[str]:
-    """Per layer; absent: windows from layer max_window_layers on if use_sliding_window is true."""
+    """Types per layer. Absent: windows from layer max_window_layers on if use_sliding_window is
+    true."""
     count = flat.get("num_hidden_layers")
     types = flat.get("layer_types")
     if type(count) is not int:
-        return []  # the config itself says what is wrong with it
+        return []  # the config's own check names what is wrong
     if types is None:
         first = flat.get("max_window_layers", FULL_WINDOW_LAYERS)
         first = first if flat.get("use_sliding_window") and isinstance(first, int) else count
@@ -162,10 +164,10 @@ def layer_types(flat: Config) -> list[str]:
 
 
 def rope_scaling(flat: Config) -> dict[str, Any] | None:
-    """The scaling under mlx-lm's keys, with transformers' meaning of absent and extra ones.
+    """The scaling under mlx-lm's keys; absent and extra keys mean what they mean in transformers.
 
-    partial_rotary_factor and mrope sections of a copied target config are no part of these
-    drafters, whose heads rotate whole.
+    partial_rotary_factor and mrope sections of a copied target config are ignored: heads of these
+    drafters rotate whole.
     """
     scaling = flat.get("rope_scaling")
     if not scaling:
@@ -201,12 +203,12 @@ def rope_scaling(flat: Config) -> dict[str, Any] | None:
 
 
 def backbone_settings(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """What keys leave open and tensors settle: sinks, and the size of the draft vocabulary."""
+    """Infer from tensors what keys leave open: sinks, and the size of the draft vocabulary."""
     if flat.get("attention_sink_bias") is None:
         flat["attention_sink_bias"] = "layers.0.self_attn.attention_sink_bias" in shapes
     if "d2t" in shapes:
         flat["draft_vocab_size"] = shapes["d2t"][0]
-    elif "lm_head.weight" not in shapes:  # then the size is the target's, whatever the key says
+    elif "lm_head.weight" not in shapes:  # the size is the target's, whatever the key says
         flat["draft_vocab_size"] = None
     return flat
 

@@ -1,4 +1,4 @@
-"""The K best tokens of a slot, of a large vocabulary, and their scores."""
+"""A slot's K best tokens of a large vocabulary, and their scores."""
 
 import mlx.core as mx
 
@@ -36,7 +36,7 @@ def top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
 
 
 def shortlist(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """Values and indices, each [n, m], among which each row's k largest are.
+    """Values and indices, each [n, m], that include each row's k largest.
 
     They lie in the k chunks with the largest maxima, so only chunk maxima and k chunks are
     partitioned, never a large vocabulary.
@@ -61,6 +61,6 @@ def sorted_top(values: mx.array, indices: mx.array, k: int) -> tuple[mx.array, m
     picked = mx.argpartition(-values, k - 1, axis=-1)[:, :k]
     indices = mx.take_along_axis(indices, picked, axis=-1)
     values = mx.take_along_axis(values, picked, axis=-1)
-    order = mx.argsort(indices, axis=-1)  # argsort is stable: equal values will stay in index order
+    order = mx.argsort(indices, axis=-1)  # argsort is stable: equal values stay in index order
     order = mx.take_along_axis(order, mx.argsort(-mx.take_along_axis(values, order, -1), -1), -1)
     return mx.take_along_axis(indices, order, axis=-1), mx.take_along_axis(values, order, axis=-1)

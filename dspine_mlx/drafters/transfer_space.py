@@ -19,13 +19,13 @@ import numpy as np
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.model import Target
 
-# What a converted folder holds in place of C: mu, Q L^-1/2, and a few ids with their codes.
+# A converted folder holds these in place of C: mu, Q L^-1/2, and a few ids with their codes.
 SPACE = tuple(f"transfer_space.{name}" for name in ("mean", "projection", "sample", "sample_codes"))
 CODES = "transfer_codes.weight"  # C
 SAMPLES = 8
 TOLERANCE = 0.01  # of a code's entries: bfloat16 rounding of unit rows stays below
 
-CHUNK = 4096  # rows of the head that are in float32 at once
+CHUNK = 4096  # rows of the head in float32 at a time
 SMALLEST = 1e-6  # of the largest eigenvalue: float32 products leave noise below it
 
 
@@ -81,7 +81,7 @@ def transfer_space(lm_head: mx.array, rank: int, chunk: int = CHUNK) -> Transfer
 def stored_space(head: mx.array, own: mx.array | None, rank: int) -> dict[str, mx.array]:
     """The parameters of `SPACE`, with the signs of a checkpoint's own C if it has one.
 
-    `InputError` when that C is not the head's up to signs: then only C itself will do.
+    `InputError` when C is not the head's up to signs: then C itself must be stored.
     """
     space = transfer_space(head, rank)
     codes = np.array(space.codes(head))

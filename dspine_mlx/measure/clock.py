@@ -1,7 +1,7 @@
-"""When prefill ended: decoding speed is the tokens over the time since then.
+"""Timing from the end of prefill: decoding speed is the tokens per second since then.
 
-Not since the first token, as mlx-lm counts: a drafted text's first token comes together with its
-whole first block, and a plain one's first forward would not be counted.
+mlx-lm counts from the first token. But a drafted text's first token comes with its whole first
+block, and plain decoding's first forward would not be counted.
 """
 
 import time
@@ -15,7 +15,7 @@ import mlx_lm
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-LEAST_TOKENS = 32  # of a text whose speed is compared: below, one block decides the ratio
+LEAST_TOKENS = 32  # of a text whose speed is compared: with fewer, one block decides the ratio
 PREFILL_STEP = 512  # prompt tokens per forward, as mlx-lm's speculative decoding has it
 
 
@@ -23,8 +23,8 @@ PREFILL_STEP = 512  # prompt tokens per forward, as mlx-lm's speculative decodin
 class Clock:
     """Times one call. Pass `progress` as its prompt_progress_callback.
 
-    Prefill ends when the prompt's last token but one is in the caches: at the last report that is
-    not yet of the whole prompt.
+    Prefill ends when all of the prompt but its last token is in the caches: at the last report
+    short of the whole prompt.
     """
 
     now: Callable[[], float] = time.perf_counter
@@ -73,8 +73,8 @@ def mlx_lm_speculative(
     progress: Callable[[int, int], None],
     **options: Any,
 ) -> Iterator[Any]:
-    """mlx_lm.stream_generate with a draft model; it reports no progress, so the prompt's tokens but
-    the last are fed here."""
+    """Run mlx_lm.stream_generate with a draft model. It reports no progress, so all of the prompt
+    but its last token is fed here."""
     caches = [make_prompt_cache(model) for model in models]
     progress(0, len(prompt))
     with mx.stream(generation_stream):

@@ -27,8 +27,8 @@ PLAIN, AUTO, MLX_LM = "plain", "auto", "mlx-lm-draft:"
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What all modes of decoding share. Without a drafter only mlx-lm's own modes run."""
+class Models:
+    """The models that all modes share. Without a drafter, only mlx-lm's own modes run."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
@@ -41,25 +41,25 @@ Run = Callable[[list[int], int, Progress], Iterator[Any]]  # prompt, max_tokens 
 
 
 def untimed(done: int, total: int) -> None:
-    """No clock: for a run that is only a warm-up or counted."""
+    """Ignore progress: for runs that are not timed."""
 
 
-def verify_length(way: str) -> int | str | None:
-    """What `auto` and `fixed:N` offer the target a round; None for mlx-lm's own ways."""
-    if way == PLAIN or (way.startswith(MLX_LM) and way != MLX_LM):
+def verify_length(mode: str) -> int | str | None:
+    """The verify length of `auto` and `fixed:N`; None for mlx-lm's own modes."""
+    if mode == PLAIN or (mode.startswith(MLX_LM) and mode != MLX_LM):
         return None
-    kind, _, number = way.partition(":")
-    if way != AUTO and (kind != "fixed" or not number.isdecimal()):
+    kind, _, number = mode.partition(":")
+    if mode != AUTO and (kind != "fixed" or not number.isdecimal()):
         raise InputError(
-            f"can't compare {way!r}; ways are plain, auto, fixed:N and mlx-lm-draft:MODEL"
+            f"can't compare {mode!r}; modes are plain, auto, fixed:N and mlx-lm-draft:MODEL"
         )
-    return AUTO if way == AUTO else int(number)
+    return AUTO if mode == AUTO else int(number)
 
 
-def make_way(way: str, pair: Pair) -> Run:
-    """plain, auto, fixed:N or mlx-lm-draft:MODEL."""
-    length = verify_length(way)
-    if way == PLAIN:
+def make_run(mode: str, pair: Models) -> Run:
+    """Make the run of a mode: plain, auto, fixed:N or mlx-lm-draft:MODEL."""
+    length = verify_length(mode)
+    if mode == PLAIN:
         return lambda prompt, n, progress: mlx_lm.stream_generate(
             pair.model,
             pair.tokenizer,
@@ -69,12 +69,12 @@ def make_way(way: str, pair: Pair) -> Run:
             prompt_progress_callback=progress,
         )
     if length is None:
-        models = pair.model, load_draft_model(way.removeprefix(MLX_LM), pair)
+        models = pair.model, load_draft_model(mode.removeprefix(MLX_LM), pair)
         return lambda prompt, n, progress: mlx_lm_speculative(
             models, pair.tokenizer, prompt, progress, max_tokens=n, sampler=pair.sampler
         )
     if pair.drafter is None:
-        raise InputError(f"{way} needs a drafter; give --draft-model")
+        raise InputError(f"{mode} needs a drafter; give --draft-model")
     return lambda prompt, n, progress: stream_generate(
         pair.model,
         pair.tokenizer,
@@ -87,8 +87,8 @@ def make_way(way: str, pair: Pair) -> Run:
     )
 
 
-def load_draft_model(path: str, pair: Pair) -> nn.Module:
-    """A whole model that mlx-lm's own speculative decoding drafts with."""
+def load_draft_model(path: str, pair: Models) -> nn.Module:
+    """Load a whole model for mlx-lm's own speculative decoding to draft with."""
     model, tokenizer = open_target(resolve(path), path)
     if tokenizer.vocab_size != pair.tokenizer.vocab_size:
         raise InputError(
@@ -100,7 +100,7 @@ def load_draft_model(path: str, pair: Pair) -> nn.Module:
 
 @dataclass
 class Measurement:
-    """One text: its speeds, and what came out."""
+    """One text's speeds and tokens."""
 
     first_token: float  # seconds from the call to the first token
     tokens_per_second: float  # since prefill ended
@@ -112,7 +112,7 @@ class Measurement:
 
     @property
     def long_enough(self) -> bool:
-        """Whether its speed is worth a ratio."""
+        """Whether the text is long enough for a ratio of speeds."""
         return len(self.tokens) >= LEAST_TOKENS and self.tokens_per_second > 0
 
 
@@ -127,7 +127,7 @@ def measure(run: Run, prompt: list[int], max_tokens: int, seed: int) -> Measurem
         clock.token()
         tokens.append(response.token)
         drafted += response.from_draft
-    # Every round ends with a token that is no draft, but for one that max_tokens has cut.
+    # Every round ends with a token that is not drafted, unless max_tokens cuts it.
     rounds = len(tokens) - drafted + response.from_draft
     acceptance, lengths = len(tokens) / rounds, Counter[int]()
     if isinstance(response, GenerationResponse) and response.rounds:
@@ -138,8 +138,8 @@ def measure(run: Run, prompt: list[int], max_tokens: int, seed: int) -> Measurem
 
 
 def out_of_memory(error: Exception) -> bool:
-    """MLX's "[malloc] Unable to allocate", "[metal::malloc] Attempting to allocate ..." or "...
-    Resource limit", and "[METAL] Command buffer execution failed: Insufficient Memory"."""
+    """Recognise MLX's "[malloc] Unable to allocate", "[metal::malloc] Attempting to allocate ..."
+    or "... Resource limit", and "[METAL] Command buffer execution failed: Insufficient Memory"."""
     if isinstance(error, RuntimeError):
         return re.search(r"malloc\]|Insufficient Memory", str(error)) is not None
     return isinstance(error, MemoryError)
@@ -147,59 +147,58 @@ def out_of_memory(error: Exception) -> bool:
 
 @dataclass
 class Comparison:
-    """Measurements by way, prompt and repeat; all ways of a prompt are measured in turn."""
+    """Measurements by mode, prompt and repeat; a prompt's modes are measured in turn."""
 
-    ways: list[str]
+    modes: list[str]
     runs: dict[str, list[list[Measurement]]] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)  # way -> why
+    dropped: dict[str, str] = field(default_factory=dict)  # mode -> reason
 
     @contextmanager
-    def surviving(self, way: str, *refusals: type[Exception]) -> Iterator[None]:
-        """A way that runs out of memory or raises one of the refusals is dropped; without plain
-        decoding there is nothing left to compare."""
+    def surviving(self, mode: str, *refusals: type[Exception]) -> Iterator[None]:
+        """Drop a mode that runs out of memory or raises one of the refusals. Errors in plain
+        decoding propagate: without it there is nothing to compare."""
         try:
             yield
         except (ValueError, MemoryError, RuntimeError) as error:
             refused = isinstance(error, refusals)
-            if way == PLAIN or not (refused or out_of_memory(error)):
+            if mode == PLAIN or not (refused or out_of_memory(error)):
                 raise
             reason = "" if refused else "out of memory: "
-            self.dropped[way] = reason + " ".join(str(error).split())
-            self.ways.remove(way)
-            self.runs.pop(way, None)
-        if way in self.dropped:
+            self.dropped[mode] = reason + " ".join(str(error).split())
+            self.modes.remove(mode)
+            self.runs.pop(mode, None)
+        if mode in self.dropped:
             mx.clear_cache()
 
-    def matched(self, way: str, other: str) -> list[tuple[Measurement, Measurement]]:
-        """Of two ways, each with the same prompt in the same repeat."""
-        flat = ([m for runs in self.runs[name] for m in runs] for name in (way, other))
+    def matched(self, mode: str, other: str) -> list[tuple[Measurement, Measurement]]:
+        """Measurements of two modes, matched by prompt and repeat."""
+        flat = ([m for runs in self.runs[name] for m in runs] for name in (mode, other))
         return list(zip(*flat, strict=False))
 
-    def ratios(self, way: str, other: str) -> list[float]:
-        """How many times as fast as the other, in ascending order, of texts that are long enough
-        to tell."""
-        matched = self.matched(way, other)
+    def ratios(self, mode: str, other: str) -> list[float]:
+        """Speed ratios of two modes, ascending, over texts that are long enough to compare."""
+        matched = self.matched(mode, other)
         return sorted(
             a.tokens_per_second / b.tokens_per_second
             for a, b in matched
             if a.long_enough and b.long_enough
         )
 
-    def summary(self, way: str) -> dict[str, Any]:
-        """Medians of a way, its net speed-up over plain decoding, how many times as fast `auto` is,
-        and how many texts are those of plain decoding."""
-        pairs, ratios = self.matched(way, PLAIN), self.ratios(way, PLAIN)
+    def summary(self, mode: str) -> dict[str, Any]:
+        """Summarise a mode: medians, net speed-up over plain decoding, how many times as fast
+        `auto` is, and how many texts equal plain decoding's."""
+        pairs, ratios = self.matched(mode, PLAIN), self.ratios(mode, PLAIN)
         flat = [m for m, _ in pairs]
-        auto = self.ratios(AUTO, way) if AUTO in self.runs else []
+        auto = self.ratios(AUTO, mode) if AUTO in self.runs else []
         return {
-            "way": way,
+            "way": mode,
             "tokens_per_second": median(m.tokens_per_second for m in flat),
             "call_tokens_per_second": median(m.call_tokens_per_second for m in flat),
             "speedup": median(ratios) if ratios else None,
             "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
             "auto_speedup": median(auto) if auto else None,
             "acceptance_length": median(m.acceptance_length for m in flat),
-            "verify_lengths": dict(sorted(self.verify_lengths(way).items())),
+            "verify_lengths": dict(sorted(self.verify_lengths(mode).items())),
             "first_token_seconds": median(m.first_token for m in flat),
             "peak_memory_gb": max(m.peak_memory for m in flat),
             "identical": sum(m.tokens == p.tokens for m, p in pairs),
@@ -207,75 +206,77 @@ class Comparison:
             "texts_in_ratios": len(ratios),
         }
 
-    def verify_lengths(self, way: str) -> Counter[int]:
-        """How many rounds offered how many drafted tokens."""
-        return sum((m.verify_lengths for runs in self.runs[way] for m in runs), Counter())
+    def verify_lengths(self, mode: str) -> Counter[int]:
+        """Count the rounds by the number of drafted tokens they offered."""
+        return sum((m.verify_lengths for runs in self.runs[mode] for m in runs), Counter())
 
-    def forks(self, way: str) -> Iterator[tuple[int, int]]:
-        """(prompt, position) of every first repeat that leaves plain decoding's text."""
-        for i, (runs, plain) in enumerate(zip(self.runs[way], self.runs[PLAIN], strict=False)):
+    def divergences(self, mode: str) -> Iterator[tuple[int, int]]:
+        """(prompt, position) where a first repeat diverges from plain decoding's text."""
+        for i, (runs, plain) in enumerate(zip(self.runs[mode], self.runs[PLAIN], strict=False)):
             if runs[0].tokens != plain[0].tokens:
-                yield i, fork(runs[0].tokens, plain[0].tokens)
+                yield i, divergence(runs[0].tokens, plain[0].tokens)
 
 
-def fork(a: list[int], b: list[int]) -> int:
+def divergence(a: list[int], b: list[int]) -> int:
     """The first position where two texts differ."""
     shared = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(shared) if x != y), min(len(a), len(b)))
 
 
-def fork_margin(pair: Pair, prompt: list[int], plain: list[int], n: int, other: int) -> float:
-    """How far plain decoding preferred its token n over the other one, in nats."""
+def divergence_margin(
+    pair: Models, prompt: list[int], plain: list[int], n: int, other: int
+) -> float:
+    """Measure how far plain decoding preferred its token n over the other one, in nats."""
     _, logprobs = next(generate_step(mx.array([*prompt, *plain[:n]]), pair.model, max_tokens=1))
     return (logprobs[plain[n]] - logprobs[other]).item()
 
 
 def summaries(comparison: Comparison, greedy: bool) -> list[dict[str, Any]]:
-    """Every way's summary, with its forks: prompt and token counted from 1, the margin not yet
-    known. Sampled texts differ from run to run, and are not compared."""
+    """Every mode's summary, with its divergences: prompt and token counted from 1, the margin not
+    yet known. Sampled texts differ from run to run, and are not compared."""
     rows = []
-    for way in comparison.ways:
-        places = comparison.forks(way) if greedy else ()
-        forks = [{"prompt": i + 1, "token": n + 1, "margin": None} for i, n in places]
-        row = comparison.summary(way) | {"forks": forks}
+    for mode in comparison.modes:
+        places = comparison.divergences(mode) if greedy else ()
+        divergences = [{"prompt": i + 1, "token": n + 1, "margin": None} for i, n in places]
+        row = comparison.summary(mode) | {"forks": divergences}
         rows.append(row if greedy else row | {"identical": None})
     return rows
 
 
 def add_margins(
-    rows: list[dict[str, Any]], comparison: Comparison, pair: Pair, prompts: list[list[int]]
+    rows: list[dict[str, Any]], comparison: Comparison, pair: Models, prompts: list[list[int]]
 ) -> None:
-    """Fill in how far the target preferred its own token at each fork, in nats; a text that only
-    ends earlier than the other has no margin."""
+    """Fill in how far the target preferred its own token at each divergence, in nats. A text that
+    only ends earlier than the other has no margin."""
     for row in rows:
         for place in row["forks"]:
             index, n = place["prompt"] - 1, place["token"] - 1
             plain, other = (comparison.runs[w][index][0].tokens for w in (PLAIN, row["way"]))
             if n < min(len(plain), len(other)):
-                place["margin"] = fork_margin(pair, prompts[index], plain, n, other[n])
+                place["margin"] = divergence_margin(pair, prompts[index], plain, n, other[n])
 
 
 def compare(
-    pair: Pair, ways: list[str], prompts: list[list[int]], *, max_tokens: int, repeat: int
+    pair: Models, modes: list[str], prompts: list[list[int]], *, max_tokens: int, repeat: int
 ) -> Iterator[Comparison]:
-    """Measure all ways, interleaved (A B A B ...) per prompt; yields the comparison so far after
-    each prompt, so that an interrupted run keeps what it has."""
-    comparison = Comparison(list(dict.fromkeys([PLAIN, *ways])))
+    """Measure all modes, interleaved (A B A B ...) per prompt. Yields the comparison so far after
+    each prompt, so an interrupted run keeps its results."""
+    comparison = Comparison(list(dict.fromkeys([PLAIN, *modes])))
     runs: dict[str, Run] = {}
-    for way in list(comparison.ways):
-        with comparison.surviving(way):
-            runs[way] = make_way(way, pair)
-    for way in list(comparison.ways):
-        comparison.runs[way] = []
-        with comparison.surviving(way, ValueError):  # a target that can't be drafted for
-            for _ in runs[way](prompts[0], 8, untimed):  # warm-up
+    for mode in list(comparison.modes):
+        with comparison.surviving(mode):
+            runs[mode] = make_run(mode, pair)
+    for mode in list(comparison.modes):
+        comparison.runs[mode] = []
+        with comparison.surviving(mode, ValueError):  # a target that can't be drafted for
+            for _ in runs[mode](prompts[0], 8, untimed):  # warm-up
                 pass
     for prompt in prompts:
-        row: dict[str, list[Measurement]] = {way: [] for way in comparison.ways}
+        row: dict[str, list[Measurement]] = {mode: [] for mode in comparison.modes}
         for seed in range(repeat):
-            for way in list(comparison.ways):
-                with comparison.surviving(way):
-                    row[way].append(measure(runs[way], prompt, max_tokens, seed))
-        for way in comparison.ways:
-            comparison.runs[way].append(row[way])
+            for mode in list(comparison.modes):
+                with comparison.surviving(mode):
+                    row[mode].append(measure(runs[mode], prompt, max_tokens, seed))
+        for mode in comparison.modes:
+            comparison.runs[mode].append(row[mode])
         yield comparison

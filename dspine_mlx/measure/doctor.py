@@ -1,4 +1,4 @@
-"""What this machine offers, what is on file, and what is known not to work."""
+"""Check this machine, the files in its caches, and known incompatibilities."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ BANDWIDTH = {  # GB/s as Apple publishes them; the larger where a name has two
     "M4": 120, "M4 Pro": 273, "M4 Max": 546,
     "M5": 153,
 }  # fmt: skip
-OLD = ("M1", "M2")  # emulate bfloat16; MLX's kernel for several quantised rows wants an M3
+OLD = ("M1", "M2")  # emulate bfloat16; MLX's kernel for several quantised rows needs an M3
 PEERS = {
     "dflash-mlx": "patches classes of mlx-lm",
     "mlx-dspark": "patches transformers when imported",
@@ -39,9 +39,9 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: what was looked at, how it is, and what to do about it.
+    """One line of the report: what was checked, its state, and advice.
 
-    private: the detail may hold names or paths of the user's.
+    private: the detail may hold the user's names or paths.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """All findings. Loads the pair that ships, to run its kernels."""
+    """Yield all findings. Loads the pair that ships, to run its kernels."""
     system = f"{platform.platform()}, Python {platform.python_version()}"
     yield Finding("system", OK, system, private=True)
     yield from packages()
@@ -82,7 +82,7 @@ def installed_version(name: str) -> str | None:
 
 
 def incompatibilities() -> Iterator[Finding]:
-    """What is known not to go together."""
+    """Known incompatibilities."""
     for backend in ("mlx-metal", "mlx-cpu"):
         found = installed_version(backend)
         if found not in (None, version("mlx")):
@@ -143,7 +143,7 @@ def limits_of(chip: str) -> Iterator[Finding]:
 
 
 def pair() -> Iterator[Finding]:
-    """The shipped pair's round, and what the self-check of its kernels says."""
+    """Run a round of the shipped pair, and report its kernels' self-checks."""
     try:
         model, tokenizer, drafter = load()
         text = stream_generate(model, tokenizer, [5, 6, 7], drafter, max_tokens=8, verify_length=4)

@@ -1,8 +1,8 @@
-"""Energy a token, from macOS's `powermetrics`, which only root may run.
+"""Energy per token, from macOS's `powermetrics`, which only root may run.
 
 Its figures are Apple's estimates for the whole chip (CPU, GPU and ANE), other programs' work
-included: they compare ways of decoding on one machine, not machines. (Parsing is tested with sample
-output; it has not been run on a Mac.)
+included. They compare modes of decoding on one machine, not machines. (Parsing is tested with
+sample output; it has not been run on a Mac.)
 """
 
 import os
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import cycle, takewhile
 
 COMMAND = ("powermetrics", "--samplers", "cpu_power,gpu_power", "-i", "200", "--buffer-size", "1")
-SECONDS = 3.0  # a way is repeated until it has run about this long
+SECONDS = 3.0  # a mode is repeated until it has run about this long
 ELAPSED = re.compile(r"\((\d+(?:\.\d+)?)ms elapsed\)")
 POWER = re.compile(r"^Combined Power \(CPU \+ GPU \+ ANE\): (\d+(?:\.\d+)?) mW", re.MULTILINE)
 
@@ -49,7 +49,7 @@ class Reading:
 
 @contextmanager
 def metered(command: Sequence[str] = COMMAND) -> Iterator[Reading]:
-    """The mean power while the block runs, once it has ended."""
+    """Mean power over the block, available after it exits."""
     reading = Reading()
     with (
         subprocess.Popen(
@@ -67,14 +67,13 @@ def metered(command: Sequence[str] = COMMAND) -> Iterator[Reading]:
             reading.watts = mean_power(start + rest.result())
 
 
-def joules_a_token(
+def joules_per_token(
     run: Callable[[list[int]], int],
     prompts: list[list[int]],
     command: Sequence[str] = COMMAND,
     seconds: float = SECONDS,
 ) -> float | None:
-    """Energy of a generated token, the prompts' included; run decodes a prompt and counts its
-    tokens."""
+    """Joules per generated token, prompts included; run decodes a prompt and counts its tokens."""
     with metered(command) as reading:
         started = time.perf_counter()
         left = takewhile(lambda _: time.perf_counter() - started < seconds, cycle(prompts))

@@ -1,8 +1,7 @@
-"""Where a round's time goes: a pass of its own that waits for the result at every seam.
+"""Where a round's time goes: a separate pass that waits for the result of each part.
 
-MLX runs what it is given while Python builds what comes next, so parts of a normal round overlap.
-Waiting for each part tells what it takes, and serialises the round: the sum may exceed a normal
-one.
+MLX runs one part while Python builds the next, so parts of a normal round overlap. Waiting for each
+part shows its time, and serialises the round: the sum may exceed a normal one.
 """
 
 import time
@@ -20,20 +19,20 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import make_caches
-from dspine_mlx.measure.compare import Pair
+from dspine_mlx.measure.compare import Models
 from dspine_mlx.round.accept import accept
 from dspine_mlx.round.decode import decode_text
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.select import select
 from dspine_mlx.round.text import Text
 
-HOST = "host"  # what is left: policy, Python between the parts, the reader of the text
+HOST = "host"  # the rest: policy, Python between the parts, the reader of the text
 PHASES = ("draft", "select", "verify", "accept", "rollback", HOST)
 PREFILL = 2048
 
 
 class Stopwatch:
-    """Seconds by phase; an inner phase's time does not count for the outer one."""
+    """Seconds by phase; an inner phase's time is not counted in the outer one."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
@@ -44,7 +43,7 @@ class Stopwatch:
         self.phase, self.since = HOST, self.clock()
 
     def turn(self, phase: str) -> str:
-        """Begin a phase; the one before it."""
+        """Begin a phase; returns the previous one."""
         before, now = self.phase, self.clock()
         self.seconds[before] += now - self.since
         self.phase, self.since = phase, now
@@ -60,14 +59,14 @@ class Stopwatch:
 
 
 def parts(proposal: AnyProposal) -> Any:
-    """The arrays that a proposal comes with."""
+    """The arrays of a proposal."""
     if isinstance(proposal, ChainProposal):
         return proposal.arrays()
     return proposal.logits if isinstance(proposal, SlotwiseProposal) else proposal
 
 
 def timed_rounds(text: Text, length: int, budget: int, watch: Stopwatch) -> None:
-    """The rounds of `speculate` at a fixed length, each part waited for under the watch."""
+    """Run the rounds of `speculate` at a fixed length, waiting for each part under the watch."""
     while budget > 1:
         with watch.timing("draft"):
             proposal = text.context.propose(text.anchor, text.features)
@@ -97,7 +96,7 @@ def timed_rounds(text: Text, length: int, budget: int, watch: Stopwatch) -> None
 @dataclass(frozen=True)
 class Split:
     """Seconds of a round that offers `length` drafted tokens, by phase, and of the same round
-    left alone."""
+    without waits."""
 
     length: int
     rounds: int
@@ -105,8 +104,8 @@ class Split:
     normal: float
 
 
-def split(models: Pair, prompt: list[int], length: int, max_tokens: int = 64) -> Split:
-    """The mean round of one text, decoded twice: left alone, and waited for at every seam.
+def split(models: Models, prompt: list[int], length: int, max_tokens: int = 64) -> Split:
+    """Split the mean round of one text, decoded twice: without waits, and waiting for each part.
 
     A last token before which no draft fits is decoded alone: its time counts in the normal round
     and not in the phases.
@@ -129,7 +128,7 @@ def split(models: Pair, prompt: list[int], length: int, max_tokens: int = 64) ->
 
 
 @contextmanager
-def prefilled(models: Pair, drafter: Drafter, prompt: list[int]) -> Iterator[Text]:
+def prefilled(models: Models, drafter: Drafter, prompt: list[int]) -> Iterator[Text]:
     """A text after its prefill, on the stream of generation."""
     cache = make_caches(models.model, drafter, None, None)
     sampler = models.sampler if models.sampler.temp > 0 else greedy_sampler

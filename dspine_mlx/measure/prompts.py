@@ -1,4 +1,4 @@
-"""Prompts to measure with: published suites from packages or the Hub, and files of one's own."""
+"""Prompts to measure with: published suites from packages or the Hub, and the user's files."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,10 +14,10 @@ Messages = list[dict[str, str]]
 
 
 def load_suite(name: str, limit: int, warn: Callable[[str], None]) -> list[Messages]:
-    """The first `limit` prompts of a suite or file, as chat messages.
+    """Load the first `limit` prompts of a suite or file, as chat messages.
 
-    A file that ends in .jsonl has one object a line, with `messages`, `prompt`, `question` or
-    `turns`; lines without are skipped with a warning. Any other file has one prompt a line.
+    A .jsonl file has one object per line, with `messages`, `prompt`, `question` or `turns`; lines
+    without any are skipped with a warning. Any other file has one prompt per line.
     """
     if name in SUITES:
         prompts = [[{"role": "user", "content": text}] for text in SUITES[name](limit)]

@@ -1,7 +1,7 @@
-"""A bundle about this machine that can be shown to anyone: figures and facts, nothing private.
+"""A report about this machine to show to anyone: figures and facts, nothing private.
 
-Only what is named here goes in: no prompt, no generated text, no path, no name of a user, host or
-model. Models appear as numbers of their config.json and digests.
+Only what is named here goes in: no prompt, generated text or path, and no name of a user, host or
+model. Models appear as digests and numbers from their config.json.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, resolve
-from dspine_mlx.measure.compare import Pair, add_margins, compare, summaries
+from dspine_mlx.measure.compare import Models, add_margins, compare, summaries
 from dspine_mlx.measure.doctor import Finding, examine
 from dspine_mlx.measure.phases import split
 from dspine_mlx.round.sampler import Sampler
@@ -51,8 +51,8 @@ WORD = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 def bundle(
     model: str | Path | None = None, draft_model: str | Path | None = None, bench: bool = False
 ) -> dict[str, Any]:
-    """Facts of machine, packages and pair, the costs and calibrations on file, and with `bench` a
-    short measurement. Without models, of the pair that ships."""
+    """Gather facts about machine, packages and pair, the costs and calibrations on file, and with
+    `bench` a short measurement. Without models, the pair is the one that ships."""
     if model is None and draft_model is None:
         model, draft_model = DEMO / "target", DEMO / "drafter"
     if model is None or draft_model is None:
@@ -82,14 +82,14 @@ def bundle(
     }
 
 
-def loaded(model: str | Path, draft_model: str | Path) -> Pair | None:
-    """The pair; one that does not load is a reason for a report, not against it."""
+def loaded(model: str | Path, draft_model: str | Path) -> Models | None:
+    """Load the pair; one that fails to load is reported, not raised."""
     try:
         target, tokenizer, drafter = load(model, draft_model)
     except (ValueError, RuntimeError) as error:
         log.warning("the pair does not load, and the report says no more of it: %s", error)
         return None
-    return Pair(target, tokenizer, drafter, Sampler())
+    return Models(target, tokenizer, drafter, Sampler())
 
 
 def shown(finding: Finding) -> dict[str, str]:
@@ -117,8 +117,8 @@ def harmless(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def measure(pair: Pair) -> dict[str, Any]:
-    """Short texts in three ways, and where the time of a round goes."""
+def measure(pair: Models) -> dict[str, Any]:
+    """Measure short texts in three modes, and where a round's time goes."""
     prompts = [
         pair.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True
@@ -138,7 +138,7 @@ def measure(pair: Pair) -> dict[str, Any]:
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
-    """The bundle for people, then as JSON in a fenced block: Markdown."""
+    """The report as Markdown: for people, then as JSON in a fenced block."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     system = facts["system"]
     where = f"macOS {system['macos']}" if system["macos"] else system["system"]

@@ -1,8 +1,8 @@
 """Several requests at once through `dspine-mlx serve`: plain batches against drafting in turn.
 
-The server is a process of its own on the loopback interface and the clients are threads here, so
-that HTTP, chat template and streaming are in the figures, as they are for its users. Plain requests
-are decoded together in mlx-lm's batches; requests with a drafter are decoded one after another.
+The server is a separate process on the loopback interface, and the clients are threads here. So the
+figures include HTTP, chat template and streaming, as users see them. Plain requests are decoded
+together in mlx-lm's batches; requests with a drafter are decoded one after another.
 """
 
 import http.client
@@ -27,7 +27,7 @@ from dspine_mlx.measure.clock import LEAST_TOKENS
 from dspine_mlx.measure.compare import PLAIN, verify_length
 from dspine_mlx.measure.prompts import Messages
 
-POLL = 0.1  # seconds between two looks at a server that is loading
+POLL = 0.1  # seconds between two checks of a server that is loading
 
 
 class ServerFailed(RuntimeError):
@@ -36,7 +36,7 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """What every request has in common."""
+    """Settings that all requests share."""
 
     port: int
     max_tokens: int
@@ -47,7 +47,7 @@ class Request:
 class Reply:
     first_text: float  # seconds from request to the first text of the stream
     tokens: int
-    path: str  # how the server decoded it: speculative, batched or plain
+    path: str  # how the server decoded the request: speculative, batched or plain
 
 
 @dataclass(frozen=True)
@@ -59,38 +59,38 @@ class Batch:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all requests together, prefill included."""
+        """Tokens per second of all requests together, prefill included."""
         return sum(reply.tokens for reply in self.replies) / self.seconds
 
     @property
     def long_enough(self) -> bool:
-        """Whether its replies are, on average, worth a ratio."""
+        """Whether its replies are, on average, long enough for a ratio of speeds."""
         return sum(reply.tokens for reply in self.replies) >= LEAST_TOKENS * len(self.replies)
 
 
 @dataclass
 class ServerComparison:
-    """Crowds by way; the ways take turns."""
+    """Batches by mode; the modes take turns."""
 
-    ways: list[str]
+    modes: list[str]
     runs: dict[str, list[Batch]] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)  # way -> why
+    dropped: dict[str, str] = field(default_factory=dict)  # mode -> reason
 
     @contextmanager
-    def surviving(self, way: str) -> Iterator[None]:
-        """A way that the server fails at is dropped; without plain there is nothing to compare."""
+    def surviving(self, mode: str) -> Iterator[None]:
+        """Drop a mode that the server fails at; without plain there is nothing to compare."""
         try:
             yield
         except ServerFailed as error:
-            if way == PLAIN:
+            if mode == PLAIN:
                 raise
-            self.dropped[way] = str(error)
-            self.ways.remove(way)
-            del self.runs[way]
+            self.dropped[mode] = str(error)
+            self.modes.remove(mode)
+            del self.runs[mode]
 
-    def summary(self, way: str) -> dict[str, Any]:
-        """Medians of a way, and its speed-up over the plain batch of the same turn."""
-        batches, plain = self.runs[way], self.runs[PLAIN]
+    def summary(self, mode: str) -> dict[str, Any]:
+        """Summarise a mode: medians, and speed-up over the plain batch of the same turn."""
+        batches, plain = self.runs[mode], self.runs[PLAIN]
         pairs = zip(batches, plain, strict=False)
         ratios = sorted(
             a.tokens_per_second / b.tokens_per_second
@@ -99,7 +99,7 @@ class ServerComparison:
         )
         first = [reply.first_text for batch in batches for reply in batch.replies]
         return {
-            "way": way,
+            "way": mode,
             "tokens_per_second": median(batch.tokens_per_second for batch in batches),
             "speedup": median(ratios) if ratios else None,
             "speedup_range": [ratios[0], ratios[-1]] if ratios else None,
@@ -113,45 +113,45 @@ class ServerComparison:
         }
 
 
-def check_way(way: str) -> None:
-    if verify_length(way) is None and way != PLAIN:
+def check_mode(mode: str) -> None:
+    if verify_length(mode) is None and mode != PLAIN:
         raise InputError(
-            f"the server has no {way}; with --concurrency compare plain, auto, fixed:N"
+            f"the server has no {mode}; with --concurrency compare plain, auto, fixed:N"
         )
 
 
 def compare_modes(
-    asked: Request, ways: list[str], prompts: list[Messages], requests: int, repeat: int
+    asked: Request, modes: list[str], prompts: list[Messages], requests: int, repeat: int
 ) -> Iterator[ServerComparison]:
-    """Crowds of so many requests, the ways interleaved (A B A B ...) after a warm-up of each;
-    yields the comparison so far after each turn."""
-    result = ServerComparison(list(dict.fromkeys([PLAIN, *ways])))
-    result.runs = {way: [] for way in result.ways}
+    """Send batches of so many requests, the modes interleaved (A B A B ...) after a warm-up of
+    each. Yields the comparison so far after each turn."""
+    result = ServerComparison(list(dict.fromkeys([PLAIN, *modes])))
+    result.runs = {mode: [] for mode in result.modes}
     together = list(islice(cycle(prompts), requests))
-    for way in list(result.ways):
-        with result.surviving(way):
-            run_batch(asked, way, together)
+    for mode in list(result.modes):
+        with result.surviving(mode):
+            run_batch(asked, mode, together)
     for _ in range(repeat):
-        for way in list(result.ways):
-            with result.surviving(way):
-                result.runs[way].append(run_batch(asked, way, together))
+        for mode in list(result.modes):
+            with result.surviving(mode):
+                result.runs[mode].append(run_batch(asked, mode, together))
         yield result
 
 
-def run_batch(asked: Request, way: str, prompts: list[Messages]) -> Batch:
-    """All prompts at once."""
+def run_batch(asked: Request, mode: str, prompts: list[Messages]) -> Batch:
+    """Send all prompts at once."""
     with ThreadPoolExecutor(len(prompts)) as clients:
         start = time.perf_counter()
-        replies = list(clients.map(partial(ask, asked, way), prompts))
+        replies = list(clients.map(partial(ask, asked, mode), prompts))
         return Batch(time.perf_counter() - start, replies)
 
 
-def ask(asked: Request, way: str, messages: Messages) -> Reply:
+def ask(asked: Request, mode: str, messages: Messages) -> Reply:
     body = {
         "messages": messages,
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
-        "verify_length": verify_length(way) or 0,
+        "verify_length": verify_length(mode) or 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -178,7 +178,7 @@ def ask(asked: Request, way: str, messages: Messages) -> Reply:
 
 @contextmanager
 def serving(model: str, draft_model: str | None, requests: int) -> Iterator[int]:
-    """The port of a server that drafts for up to so many requests and keeps no prompts."""
+    """Run a server that drafts for up to so many requests and keeps no prompts; yields its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -5,6 +5,7 @@ draft's.
 """
 
 import math
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
@@ -15,31 +16,31 @@ from dspine_mlx.round.select import Draft
 
 
 class TargetLogits:
-    """The target's rows of a block, as logits [l + 1, V] on the anchor and the draft's first l
-    tokens; logprobs are computed of as many as are asked for."""
+    """The target's logits [l + 1, V] after the anchor and each of the draft's first l tokens.
+    Logprobs are computed only for the rows that are asked for."""
 
     def __init__(self, logits: mx.array):
         self.logits = logits
         self.known: mx.array | None = None  # logprobs
 
     def logprobs(self, rows: int) -> mx.array:
-        """Of the first rows: [rows, V], as mlx-lm computes them."""
+        """Logprobs [rows, V] of the first rows, as mlx-lm computes them."""
         if self.known is None or len(self.known) < rows:
             self.known = normalised(self.logits[:rows])
         return self.known[:rows]
 
 
 def normalised(logits: mx.array) -> mx.array:
-    """mlx-lm's logprobs of logits."""
+    """Logprobs of logits, as mlx-lm computes them."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def accept(draft: Draft, rows: TargetLogits, sampler: SamplerFunction) -> tuple[int, int]:
     """The number n of drafted tokens that are accepted, and the token that follows them.
 
-    rows: of the anchor and the draft's first l tokens. A one-hot draft is compared with what the
-    sampler picks from each row. A sampled draft is put to a ratio test, as a block; if it has more
-    than l tokens the last row tests one more, which follows if it is accepted.
+    rows: the target's, after the anchor and the draft's first l tokens. A one-hot draft is compared
+    with what the sampler picks from each row. A sampled draft takes a ratio test, as a block. If it
+    has more than l tokens, the last row tests one more, which follows if it is accepted.
     """
     fed = len(rows.logits) - 1
     draft = draft.first(fed if draft.q is None else fed + 1)
@@ -56,7 +57,7 @@ def accept(draft: Draft, rows: TargetLogits, sampler: SamplerFunction) -> tuple[
         n, weight = accepted(acceptance(draft, p), uniform), mx.array(1.0)
     else:
         reach, keep = block_chances(draft, p)
-        n = longest_kept(keep, uniform)
+        n = longest_accepted(keep, uniform)
         weight = reach[n]
     following = mx.random.categorical(mx.log(residual(draft, p, n, weight)))
     if len(p) == len(draft.tokens):
@@ -67,25 +68,48 @@ def accept(draft: Draft, rows: TargetLogits, sampler: SamplerFunction) -> tuple[
 
 
 def match_greedy(tokens: mx.array, rows: TargetLogits) -> tuple[int, int]:
-    """`match` for the greedy sampler, which picks from logprobs, mostly without computing them.
+    """`match` for the greedy sampler. It picks from logprobs, which are seldom computed here.
 
     Subtracting the normaliser L keeps the order of logits, but rounding may make the best of them
     equal, and then the first one wins. The best logprob is above -16 for V < e^15, and numbers
-    there are at most 8 eps apart: only logits that lie as close to the best can come to equal it.
-    (Where L is so large that its own rounding moves the best logprob beyond, logits are further
-    apart than that, and differences of such numbers are exact.) Where there are any in a row that
-    matters, or the best is not finite, logprobs decide.
+    there are at most 8 eps apart: only logits as close to the best as that can round to it. (Where
+    L is so large that its own rounding moves the best logprob beyond, logits are further apart than
+    that, and differences of such numbers are exact.) If a row that matters has such logits, or its
+    best is not finite, logprobs decide.
     """
-    logits = rows.logits
-    best, top = mx.argmax(logits, axis=-1), logits.max(axis=-1, keepdims=True)
+    best = best_tokens(rows.logits)
+    mx.eval(tokens, best)
+    wanted, top, contenders = (x.tolist() for x in best)
+    return match_best(tokens.tolist(), wanted, top, contenders, rows)
+
+
+class Best(NamedTuple):
+    """Of rows of logits [..., n, V], each [..., n]."""
+
+    tokens: mx.array  # the first of the largest
+    top: mx.array  # the largest
+    contenders: mx.array  # how many may come to equal it
+
+
+def best_tokens(logits: mx.array) -> Best:
+    top = logits.max(axis=-1, keepdims=True)
     contenders = (logits >= top - 8 * mx.finfo(logits.dtype).eps).sum(axis=-1)
-    mx.eval(tokens, best, top, contenders)
-    wanted = best.tolist()
-    pairs = zip(tokens.tolist(), wanted, strict=False)
+    return Best(mx.argmax(logits, axis=-1), top[..., 0], contenders)
+
+
+def match_best(
+    tokens: list[int],
+    wanted: list[int],
+    top: list[float],
+    contenders: list[int],
+    rows: TargetLogits,
+) -> tuple[int, int]:
+    """`match_greedy` of tokens [l] once its rows' best [l + 1] are known (see `Best`)."""
+    pairs = zip(tokens, wanted, strict=False)
     n = next((i for i, (x, y) in enumerate(pairs) if x != y), len(tokens))
-    finite = all(math.isfinite(x) for x in top[: n + 1, 0].tolist())
-    if not finite or contenders.tolist()[: n + 1] != [1] * (n + 1):
-        return match(tokens, rows.logprobs(len(wanted)), greedy_sampler)
+    finite = all(math.isfinite(x) for x in top[: n + 1])
+    if not finite or contenders[: n + 1] != [1] * (n + 1):
+        return match(mx.array(tokens), rows.logprobs(len(wanted)), greedy_sampler)
     return n, wanted[n]
 
 
@@ -151,7 +175,7 @@ def block_chances(draft: Draft, p: mx.array) -> tuple[mx.array, mx.array]:
     return reach, mx.concatenate([mx.where(short > 0, mass / short, 1), reach[-1:]])
 
 
-def longest_kept(chances: mx.array, uniform: mx.array) -> mx.array:
+def longest_accepted(chances: mx.array, uniform: mx.array) -> mx.array:
     """The largest i whose test i = 1 .. l succeeds, or 0."""
     return mx.max(mx.where(uniform < chances, mx.arange(1, len(chances) + 1), 0))
 

@@ -41,8 +41,9 @@ def decode(
 ) -> Generator[Token, None, None]:
     """mlx-lm's generate_step with a drafter: prefill, then at most `budget` tokens.
 
-    On every exit a caller's prompt cache holds the prompt and exactly the yielded tokens; one from
-    prefill leaves the chunks that were done. Only the work runs on the stream, never the caller.
+    On every exit a caller's prompt cache holds the prompt and exactly the yielded tokens. An exit
+    during prefill leaves the chunks that are done. Only this work runs on the stream, never the
+    caller's.
     """
     with mx.stream(stream):
         text, policy = make_text(), make_policy()
@@ -70,7 +71,7 @@ def decode(
 
 
 def warn_of_misfit(text: Text) -> None:
-    """Once per drafter, if what its texts accepted is far below what any drafter that fits gets."""
+    """Warn once per drafter if its texts accept far fewer tokens than any drafter that fits."""
     statistics = text.statistics
     said = text.drafter.misfit.text_over(statistics.accepted_histogram, statistics.verify_lengths)
     if said is not None:
@@ -78,8 +79,8 @@ def warn_of_misfit(text: Text) -> None:
 
 
 def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
-    """Rounds while drafting pays, plain decoding while it does not, until `budget` tokens or a stop
-    token."""
+    """Decode in rounds while drafting pays, plainly while it does not, until `budget` tokens or a
+    stop token."""
     text.context.hopeless = policy.hopeless
     while budget > 0:
         plainly = policy.parked or budget < 2  # nothing is drafted for the last token

@@ -26,7 +26,7 @@ class DraftContext:
         self.checkpoint()
 
     def checkpoint(self) -> None:
-        """All rows in the caches belong to the text."""
+        """Mark all rows in the caches as the text's."""
         self.marks = [c.offset for c in self.cache]
         self.taken: int | None = None  # rows of the backlog that a proposal took in
 
@@ -40,8 +40,8 @@ class DraftContext:
         return proposal
 
     def roll_back(self, features: mx.array, rows: int, depth: int) -> None:
-        """Keep the first `rows` of the newest features, which belong to the text; what a proposal
-        took in past them goes, and all of it if the proposal failed."""
+        """Keep the first `rows` of the newest features, which belong to the text. Rows that a
+        proposal took in past them are dropped; if the proposal failed, all of its rows are."""
         keep = 0 if self.taken is None else self.taken + rows
         for c, mark in zip(self.cache, self.marks, strict=True):
             c.trim(c.offset - mark - keep)
@@ -51,7 +51,7 @@ class DraftContext:
             self.add(features[:, :rows] if rows < features.shape[1] else features, depth)
 
     def add(self, features: mx.array, depth: int) -> None:
-        """Features of rows of the text, to be taken in later."""
+        """Queue features of the text's rows, to be taken in later."""
         self.backlog.append(features)
         self.waiting += features.shape[1]
         if self.waiting >= BACKLOG:

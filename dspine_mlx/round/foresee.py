@@ -50,7 +50,7 @@ def foresee(
 def foresee_slots(
     tokens: mx.array, sampler: Sampler, state: mx.array, slots: int, error: float = ERROR
 ) -> Callable[[int, mx.array], mx.array]:
-    """The same slot by slot: from scores [n, P] of ascending tokens [P] to their log chances."""
+    """Log chances, as in `foresee`, from slots' scores [n, P] of ascending tokens [P]."""
     u, coins = uniforms(sampler, state, slots)
     special = mx.array(sampler.xtc_special_tokens or [-1])
     ordinary = mx.all(tokens[:, None] != special, axis=-1)

@@ -1,26 +1,26 @@
-"""Lookup drafts: what followed the newest tokens where the text had them before.
+"""Lookup drafts: what followed the newest tokens earlier in the text.
 
 Text that repeats itself (edits of code, quotes, JSON) is copied from there without a forward. An
-index holds the places of all n-grams of GRAM tokens; a match is followed backwards, the longest one
-is copied, and the newest of equals.
+index holds the places of all n-grams of GRAM tokens. Each match is extended backwards. The longest
+match is copied; among equals, the newest.
 """
 
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-GRAM = 3  # tokens that must match; shorter matches carry nothing
-LONGEST = 32  # tokens that a match is followed backwards
-PLACES = 8  # of one n-gram that are compared, the newest ones
-LENGTHS = (3, 4, 6, 9, 12, 16, 24, 32)  # of matches; those in between share a chance
-MEMORY = 64  # tokens over which what was learnt of a match length fades
+GRAM = 3  # tokens that must match; shorter matches predict nothing
+LONGEST = 32  # tokens that a match is extended to, backwards
+PLACES = 8  # of one n-gram that are compared, newest first
+LENGTHS = (3, 4, 6, 9, 12, 16, 24, 32)  # of matches; lengths in between share a chance
+MEMORY = 64  # tokens over which a match length's chance fades
 SLOTS = 1 << 17  # of the table, a power of 2: half a megabyte per text
 
 
 class Copy(NamedTuple):
     """A lookup draft. The match grows by each token that is accepted."""
 
-    match: int  # tokens of the text before it that agree
+    match: int  # tokens before it that agree with the newest
     tokens: list[int]
 
 
@@ -37,7 +37,7 @@ class Lookup:
         self.newest = array("i", bytes(4 * SLOTS))
 
     def add(self, tokens: Iterable[int]) -> None:
-        """The text goes on with these tokens. The n-gram before each of them can be found now."""
+        """Append tokens to the text. From now on `find` sees the n-gram before each of them."""
         text, earlier, newest = self.tokens, self.earlier, self.newest
         a, b, c = ([-1] * GRAM + text[-GRAM:].tolist())[-GRAM:]
         for place, token in enumerate(tokens, len(text)):
@@ -65,7 +65,7 @@ class Lookup:
         return length, place
 
     def matched(self, tail: list[int], place: int) -> int:
-        """How many tokens before a place are the tail's, which is given backwards."""
+        """How many tokens before a place equal the tail's; the tail is given backwards."""
         text, n = self.tokens, 0
         for token in tail[:place]:
             if text[place - 1 - n] != token:
@@ -74,8 +74,8 @@ class Lookup:
         return n
 
     def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
-        """What followed the longest match of the text + `after`, count tokens; a copy that reaches
-        the end goes on with itself. None: nothing matches."""
+        """Copy the count tokens that followed the longest match of the text + `after`. A copy that
+        reaches the end continues with itself. None: nothing matches."""
         length, place = self.find(after)
         if not length or count < 1:
             return None
@@ -92,8 +92,8 @@ def slot_of(a: int, b: int, c: int) -> int:
 class CopyChances:
     """How often a copied token is accepted, by the length of the match before it.
 
-    Each length starts from 1 - 1/n, worth PRIOR tokens. Every round teaches, also one that offered
-    something else: the text tells what a copy would have got.
+    Each length starts from 1 - 1/n, worth PRIOR tokens. Rounds that offered something else are
+    learnt from too: the text shows how much of the copy would have been accepted.
     """
 
     PRIOR = 3.0
@@ -103,15 +103,15 @@ class CopyChances:
         self.accepted = [self.PRIOR * (1 - 1 / n) for n in LENGTHS]
 
     def of(self, copy: Copy, stops: frozenset[int | None] = frozenset()) -> list[float]:
-        """Of each token, given that the ones before it are accepted; 0 after one that ends the
-        text."""
+        """Chance of each token, given that the ones before it are accepted; 0 after one that ends
+        the text."""
         bins = [bin_of(copy.match + i) for i in range(len(copy.tokens))]
         chances = [self.accepted[i] / self.tried[i] for i in bins]
         end = next((i for i, x in enumerate(copy.tokens, 1) if x in stops), len(chances))
         return chances[:end] + [0.0] * (len(chances) - end)
 
     def learn(self, copy: Copy, text: Sequence[int]) -> None:
-        """The text that came in the copy's place."""
+        """Compare a copy with the text that was generated in its place."""
         for i, (copied, token) in enumerate(zip(copy.tokens, text, strict=False)):
             b = bin_of(copy.match + i)
             kept = 1 - 1 / MEMORY
@@ -122,5 +122,5 @@ class CopyChances:
 
 
 def bin_of(match: int) -> int:
-    """The last of LENGTHS that the match reaches."""
+    """Index of the last of LENGTHS that the match reaches."""
     return sum(n <= match for n in LENGTHS) - 1

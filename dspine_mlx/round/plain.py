@@ -14,8 +14,8 @@ from dspine_mlx.round.text import Text, Token
 def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
     """One token per forward, until `budget` tokens, a stop token, or the policy drafts again.
 
-    As in mlx-lm, the next forward always runs while a token is yielded. The draft of a probe runs
-    along; its cache is kept up from the backlog of features.
+    As in mlx-lm, the next forward always runs while a token is yielded. A probe's draft runs beside
+    it, and the backlog of features keeps the drafter's cache up to date.
     """
     text.roll_back()
     token, logprobs = step(text, text.anchor)
@@ -47,7 +47,7 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
 def step(text: Text, token: mx.array) -> tuple[mx.array, mx.array]:
     """A forward over one token [1]: the token after it [1] and its logprobs [V], both started.
 
-    The features are left to whoever takes them in: their layers are evaluated anyway.
+    The features are not started here: their layers are evaluated anyway.
     """
     logprobs = normalised(text.processed(text.feed(token)))
     sampled, row = text.sampler(logprobs), logprobs.squeeze(0)

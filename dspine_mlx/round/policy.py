@@ -28,7 +28,7 @@ class Policy(Protocol):
 
     @property
     def copies(self) -> CopyChances | None:
-        """What it has learnt of lookup drafts; None: it wants none."""
+        """Chances learnt for lookup drafts; None: this policy wants no lookups."""
 
     def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
         """Tokens of the copy to feed in the draft's place, at most limit; 0: the draft is better.
@@ -40,22 +40,22 @@ class Policy(Protocol):
         """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
 
     def learn(self, accepted: int, offered: int) -> None:
-        """The round is over: so many of the offered tokens were accepted."""
+        """Take note of a finished round: how many of the offered tokens were accepted."""
 
     def probe_due(self, depth: int) -> bool:
-        """Whether to draft now while decoding plainly, only to be watched."""
+        """Whether to draft now, while decoding plainly, only to watch the draft."""
 
     def start_probe(self, draft: Draft) -> None:
-        """A draft that the next plain tokens will be compared with."""
+        """Take a draft to compare with the next plain tokens."""
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
-        """A plain token; its reader began to wait when the clock read `waiting`."""
+        """Take note of a plain token; its reader began to wait when the clock read `waiting`."""
 
     def hopeless(self, depth: int) -> bool:
         """Whether plain decoding wins even if every drafted token is accepted."""
 
     def verdict(self, depth: int) -> str:
-        """In words, how the text was made."""
+        """How the text was made, in words."""
 
 
 @dataclass

@@ -23,8 +23,8 @@ from dspine_mlx.errors import InputError
 class Sampler:
     """mlx_lm.sample_utils.make_sampler, arguments and draws alike, that also states its probs.
 
-    With known probs drafts can be sampled too, and verified by the ratio test; an unknown callable
-    can only be compared with (see `dspine_mlx.round.accept`).
+    With known probs, drafts can be sampled too and verified by the ratio test. For any other
+    callable, drafts can only be compared with its picks (see `dspine_mlx.round.accept`).
     """
 
     temp: float = 0.0

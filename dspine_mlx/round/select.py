@@ -1,4 +1,4 @@
-"""Selection: walk a proposal left to right and pick one candidate a slot."""
+"""Selection: walk a proposal left to right and pick one candidate per slot."""
 
 import math
 from collections.abc import Callable
@@ -18,8 +18,8 @@ FEW = 64  # numbers per slot that go to the host as they are
 
 
 class Evidence(NamedTuple):
-    """What a drafter knows of a path's chances: left as it comes from the device, and understood on
-    the host, where a block's few numbers take less time than a launch."""
+    """What a drafter knows of a path's chances, as it comes from the device. The host computes the
+    log-odds: for a block's few numbers that takes less time than a launch."""
 
     tokens: mx.array  # [M]
     chances: mx.array  # [M] from its confidence or of top entries, or the probs [M, K] picked from
@@ -34,7 +34,7 @@ class Evidence(NamedTuple):
 
 
 def log_odds(chance: float | list[float]) -> float:
-    """Of a chance, or of the largest of several probabilities."""
+    """Log-odds of a chance, or of the largest of several probabilities."""
     if isinstance(chance, list):
         top, others = max(chance), sum(chance)
         others -= top
@@ -69,8 +69,8 @@ def select(
     stops: Stops = frozenset(),
     with_evidence: bool = True,
 ) -> Draft:
-    """Greedy without a sampler, else drawn slot by slot: x_t ~ softmax over the K candidates. A
-    seeded sampler's draws are foreseen.
+    """Pick greedily without a sampler, else draw slot by slot: x_t ~ softmax over the K candidates.
+    A seeded sampler's draws are foreseen.
 
     stops: tokens after which no slot can be accepted. Nothing is evaluated here. With a sampler the
     draws come from `mx.random`'s global state, which a seeded one leaves as it is.
@@ -140,7 +140,7 @@ def tokens_on(proposal: Proposal | ChainProposal, path: mx.array) -> mx.array:
 def evidence(
     proposal: Proposal | ChainProposal, path: mx.array, probs: mx.array, stops: Stops
 ) -> Evidence:
-    """Of a path [M] of candidate indices, whose slots picked from the probs [M, K]."""
+    """Evidence on a path [M] of candidate indices, whose slots picked from the probs [M, K]."""
     tokens, known = tokens_on(proposal, path), proposal.confidence_on(path)
     return Evidence(tokens, few(probs) if known is None else known, stops)
 

@@ -3,7 +3,7 @@
 A drafter proposes a block of tokens after the anchor x_0, the newest token of the text. One forward
 of the target over x_0 and the first l drafted tokens gives logits for each of them. The first n are
 accepted, such that the text follows the target's own distribution (arXiv:2211.17192), and the
-target's token after them is the next anchor. A round so makes n + 1 tokens.
+target's token after them is the next anchor. So a round makes n + 1 tokens.
 """
 
 import time
@@ -63,8 +63,8 @@ def choose(
 
 
 def propose(text: Text, anchor: mx.array, policy: Policy) -> tuple[Draft, float]:
-    """Start drafting after the anchor; also the seconds that this took the host. Nothing is waited
-    for: the device drafts from here on."""
+    """Start drafting after the anchor, and time how long that takes the host, in seconds. Nothing
+    is waited for: the device drafts from here on."""
     started = time.perf_counter()
     proposal = text.context.propose(anchor, text.features)
     kernels, evidence = text.drafter.kernels, policy.needs_evidence

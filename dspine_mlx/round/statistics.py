@@ -15,20 +15,20 @@ class Statistics:
 
     rounds: int = 0
     drafted: int = 0  # tokens that were offered to the target
-    accepted: int = 0  # of these, the ones that came into the text
-    round_tokens: int = 0  # tokens of the text that rounds gave
+    accepted: int = 0  # of these, the ones that became part of the text
+    round_tokens: int = 0  # tokens of the text that rounds made
     accepted_histogram: Counter[int] = field(default_factory=Counter)
     verify_lengths: Counter[int] = field(default_factory=Counter)
     plain: int = 0  # tokens decoded without a draft
     lookups: int = 0  # rounds that offered a copy of earlier text
-    probes: int = 0  # drafts made meanwhile, only to be compared with the plain tokens
+    probes: int = 0  # drafts made while parked, only to be compared with plain tokens
     verdict: str = ""  # why the text was drafted or not, in words; set at its end
 
     def record(
         self, drafted: int, block: Sequence[tuple[int, Any, bool]], copied: bool = False
     ) -> int:
-        """A round that offered `drafted` tokens, copied or the drafter's, and gave this block of
-        text: how many of them were accepted."""
+        """Count a round that offered `drafted` tokens, copied or the drafter's, and made this block
+        of text. Returns how many of them were accepted."""
         accepted = sum(from_draft for *_, from_draft in block)
         self.rounds += 1
         self.lookups += copied
@@ -73,7 +73,7 @@ class Speed:
 
 @dataclass
 class GenerationResponse(PlainResponse):
-    """mlx-lm's response for one token, with the counts when it was made.
+    """mlx-lm's response for one token, with the counts at that time.
 
     statistics: all counts, shared by a generation's responses and growing until it ends.
     """

@@ -1,4 +1,4 @@
-"""A text in the making: its caches, its newest token, and the user's rule that picks tokens."""
+"""A text being generated: its caches, its newest token, and the user's rule that picks tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Text:
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
     lookup: Lookup | None = None  # holds the prompt and the yielded tokens; None: nothing is copied
-    kept: bool = True  # somebody goes on with the caches after the text
+    kept: bool = True  # the caches are used after the text
 
     def __post_init__(self) -> None:
         layers = len(self.drafter.layers)
@@ -60,7 +60,7 @@ class Text:
         self.checkpoint()
 
     def claim_cache(self) -> None:
-        """End the unfinished text that another generation makes in the same prompt cache."""
+        """End another generation's unfinished text in the same prompt cache."""
         cache = id(self.prompt_cache[-1])
         earlier = OWNERS.get(cache)
         if earlier is not None:
@@ -80,7 +80,7 @@ class Text:
 
     @property
     def draft_sampler(self) -> Sampler | None:
-        """What drafts are sampled with, or whose draws they foresee; None: they are greedy.
+        """The sampler to draw drafts with, or to foresee; None: drafts are greedy.
 
         A filtered draft may not be sampled: a cut that looks at sampled tokens would bias them.
         """
@@ -90,7 +90,7 @@ class Text:
         return sampler
 
     def checkpoint(self) -> None:
-        """All rows in the target's caches belong to the text."""
+        """Mark all rows in the target's caches as the text's."""
         self.rollback.checkpoint()
         self.features = self.no_features  # of the rows fed since
         self.rows = 0
@@ -126,7 +126,7 @@ class Text:
         return logits
 
     def processed(self, logits: mx.array) -> mx.array:
-        """Logits [n, V] under the user's processors, each row with the tokens up to it."""
+        """Apply the user's processors to logits [n, V], each row with the tokens up to it."""
         if not self.processors:
             return logits
         context, rows = mx.concatenate([self.history, self.fed]), []
@@ -159,11 +159,11 @@ class Text:
         return logits
 
     def fed_pending(self) -> None:
-        """The pending token has a row now, the first of those fed since the checkpoint."""
+        """Note that the pending token has a row now, the first one fed since the checkpoint."""
         self.rows, self.pending = 1, None
 
     def keep(self, accepted: mx.array, following: int, logits: TargetLogits) -> list[Token]:
-        """The block of text that a round made: accepted tokens [n] and the one that follows, up to
+        """Take in the block that a round made: accepted tokens [n] and the one that follows, up to
         one that ends the text. Features are cut to the rows of the anchor and the n tokens."""
         n, tokens = len(accepted), [*accepted.tolist(), following]
         end = next((i for i, token in enumerate(tokens) if token in self.stops), n)
@@ -185,7 +185,7 @@ class Text:
             yield token, logprobs, drafted
 
     def advance(self) -> None:
-        """Plain decoding's rollback: the one row fed belongs to the text."""
+        """Roll back after plain decoding: the one row fed belongs to the text."""
         if self.kv.bits is not None or self.processors or self.draft_filter:
             self.roll_back()
             return

@@ -24,7 +24,7 @@ from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.provider import Provider, reachable
 
 PORTS = (1 << 16) - 1
-LAST_WORDS = 0.5  # seconds for waiting clients to be told that the server stops
+LAST_WORDS = 0.5  # seconds to tell waiting clients that the server stops
 
 
 def bind(options: Options) -> None:
@@ -33,14 +33,14 @@ def bind(options: Options) -> None:
 
 
 def serve(options: Options, arguments: list[str]) -> None:
-    """mlx_lm.server's main on its own flags."""
+    """Run mlx_lm.server's main on its own flags."""
     bind(options)
     sys.argv = ["dspine-mlx serve", *arguments]
     host.main()
 
 
 def run(address: str, port: int, provider: Provider, *, options: Options) -> None:
-    """mlx_lm.server's run with our parts; returns after SIGINT or SIGTERM.
+    """Run mlx_lm.server with our parts; returns after SIGINT or SIGTERM.
 
     `InputError` if the models that the command line names can't be loaded.
     """
@@ -91,8 +91,8 @@ def server_for(generator: ResponseGenerator) -> type[Server]:
 
 
 def stop(generator: ResponseGenerator) -> None:
-    """End the round that runs, then give waiting clients a moment to be told; a generation thread
-    that does not end does not keep the process."""
+    """End the running round, then give waiting clients a moment to get their error. A generation
+    thread that does not end does not block the exit."""
     on_sigterm(signal.SIG_IGN)
     generator.stop_and_join()
     deadline = time.monotonic() + LAST_WORDS
@@ -105,6 +105,6 @@ def stop(generator: ResponseGenerator) -> None:
 
 
 def cache_limits(cli_args: Namespace) -> tuple[int, int]:
-    """Sequences and bytes; mlx_lm's own run limits the bytes only while it batches."""
+    """Limits in sequences and bytes; mlx_lm's own run limits the bytes only while it batches."""
     size = cli_args.prompt_cache_bytes
     return cli_args.prompt_cache_size, (1 << 63) if size is None else size

@@ -1,4 +1,4 @@
-"""One request on its way through the server: what it asks of us, and what became of it."""
+"""One request on its way through the server: its settings and its outcome."""
 
 import select
 import socket
@@ -18,11 +18,11 @@ from dspine_mlx.server.stops import ReplyText
 Reasoning = Literal["inside", "possible", "over"]
 
 
-LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
+LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token
 
 
 class Call:
-    """The HTTP thread makes it, the generation thread fills it in."""
+    """A request's state: the HTTP thread creates it, the generation thread fills it in."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Call:
         self.tools = False  # whether the reply may be a tool call
         self.tokens: list[int] = []  # of the reply, so far
         self.text: ReplyText | None = None  # of the reply, where it has stop strings
-        self.stopped = False  # by a stop string, or with text that was held back for one
-        self.alone = False  # its batch failed, so it goes on by itself
+        self.stopped = False  # by a stop string, or with text held back for one
+        self.alone = False  # its batch failed, so it continues by itself
         self.started = time.perf_counter()
         self.prefilled: float | None = None  # when the prompt's last chunk was done
         self.first_token: float | None = None  # seconds after the start
@@ -51,7 +51,7 @@ class Call:
         self.failure: Failed | None = None
 
     def __reduce__(self) -> tuple[type["Call"], tuple[None, int | str, str | None]]:
-        """Other ranks of a distributed server get the settings only."""
+        """Pickle only the settings, for other ranks of a distributed server."""
         return Call, (None, self.verify_length, self.grammar)
 
     def fail(self, failure: Failed) -> Failed:
@@ -60,7 +60,7 @@ class Call:
         return self.failure
 
     def take(self, response: host.Response) -> None:
-        """Account of one token, whose text becomes what may be delivered of the reply."""
+        """Record one token, whose text becomes the deliverable part of the reply."""
         self.tokens.append(response.token)
         self.latest = time.perf_counter()
         if self.first_token is None:
@@ -76,7 +76,8 @@ class Call:
             response.finish_reason, self.stopped = "length", True
 
     def progress(self, done: int, total: int) -> None:
-        """Of the prompt; mlx_lm's batches report all of it before the first token."""
+        """Record progress on the prompt; mlx_lm's batches report all of it before the first
+        token."""
         if not self.tokens and (done < total or self.path == "batched"):
             self.prefilled = time.perf_counter()
 
@@ -92,7 +93,7 @@ class Call:
         return [] if self.context is None else self.context.prompt
 
     def usage(self) -> dict[str, Any]:
-        """`usage.dspine` of the response."""
+        """The response's `usage.dspine`."""
         s = self.statistics
         return {
             "path": self.path,
@@ -105,6 +106,15 @@ class Call:
             "parked": s.plain,
             "verdict": s.verdict,
             "tokens_per_second": None if self.speed is None else round(self.speed, 2),
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """What the server's page shows of a request: no text."""
+        return self.usage() | {
+            "status": 200 if self.failure is None else self.failure.status,
+            "prompt_tokens": len(self.prompt),
+            "tokens": len(self.tokens),
+            "first_token": self.first_token,
         }
 
     def summary(self) -> str:
@@ -142,12 +152,12 @@ serving: ContextVar[Call] = ContextVar("serving")
 
 
 def sayable(logprob: float) -> float:
-    """JSON has neither NaN nor the -inf of a token that a grammar forbids."""
+    """Make a logprob fit for JSON, which has neither NaN nor a forbidden token's -inf."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB
 
 
 class Heartbeat:
-    """When the generation thread last did a step."""
+    """Time of the generation thread's last step."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
@@ -161,7 +171,7 @@ class Heartbeat:
 
 
 class Reply:
-    """A request's way back to its HTTP thread, which keeps account of what passes."""
+    """The queue back to a request's HTTP thread; it records what passes through."""
 
     def __init__(self, queue: Queue, call: Call, calls: "Calls"):
         self.queue, self.call, self.calls = queue, call, calls
@@ -169,7 +179,7 @@ class Reply:
     def put(self, item: Any) -> None:
         self.calls.heart.beat()
         if isinstance(item, host.GenerationContext):
-            if self.call.context is not None:  # of a reply that is taken up again
+            if self.call.context is not None:  # of a reply that is resumed
                 return
             self.call.context = item
         elif isinstance(item, host.Response):
@@ -184,7 +194,7 @@ class Reply:
 
 
 class Calls:
-    """The requests that wait or run."""
+    """The waiting and running requests."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -208,7 +218,7 @@ class Calls:
             self.taken.pop(call, None)
 
     def take(self, reply: Reply, request: host.CompletionRequest, args: Any) -> tuple:
-        """Notes what the generation thread works on, and gives it back."""
+        """Note the request that the generation thread takes, and return it."""
         with self.lock:
             if reply.call in self.calls:
                 self.taken[reply.call] = reply, request, args
@@ -218,8 +228,13 @@ class Calls:
         with self.lock:
             return list(self.taken.values())
 
+    def running(self) -> list[Call]:
+        """Those that the generation thread works on."""
+        with self.lock:
+            return list(self.taken)
+
     def close(self, failure: Failed) -> None:
-        """Fail all of them, and those to come."""
+        """Fail all requests, and all future ones."""
         with self.lock:
             self.closed = failure
             for call in self.calls:

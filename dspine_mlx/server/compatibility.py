@@ -1,4 +1,4 @@
-"""Does this mlx-lm have the parts of its server that drafting is joined to?"""
+"""Does this mlx-lm have the server parts that drafting hooks into?"""
 
 import inspect
 from operator import attrgetter
@@ -52,7 +52,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 def check_host() -> None:
-    """`InputError` with the first part that is missing or has lost an argument."""
+    """Raise `InputError` with the first part that is missing or has lost an argument."""
     for name, parameters in SEAMS.items():
         try:
             part = attrgetter(name)(mlx_lm.server)

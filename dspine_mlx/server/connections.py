@@ -1,9 +1,9 @@
-"""The listening server: connections are bounded, and so is the time before a request is there.
+"""The listening server: limits on connections and on the time until a request arrives.
 
-A connection costs a thread and a descriptor before anything is known of its client. So there is a
-limit for all of them and one per address. A connection that has not sent its request's head by its
-deadline is let go, and so is the one that has waited longest when a new one finds no room: idle
-connections give way, requests that are being answered never do.
+A connection costs a thread and a descriptor before anything is known about its client. So there is
+a limit for all of them and one per address. A connection that has not sent its request's head by
+its deadline is closed. When a new one finds no room, the one that has waited longest is closed.
+Idle connections give way; requests being answered never do.
 """
 
 import errno
@@ -30,7 +30,8 @@ PAUSE = 0.05  # seconds before the next accept when descriptors have run out
 
 @dataclass
 class Connection:
-    """One client's, until its request is there (`waits`) and then while it is answered."""
+    """One client's connection, until its request arrives (`waits`) and then while it is
+    answered."""
 
     socket: socket.socket
     address: str
@@ -40,7 +41,7 @@ class Connection:
     late: bool = False  # its deadline has passed
 
     def let_go(self) -> None:
-        """Ends the read that its thread is in, which can still answer."""
+        """End the read that its thread is in; the thread can still answer."""
         self.late = True
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RD)
@@ -58,7 +59,7 @@ class Connections:
         return len(self.open)
 
     def add(self, sock: socket.socket, address: str) -> bool:
-        """Takes in a connection; False if there is no room even without the idle ones."""
+        """Admit a connection; False if there is no room even without the idle ones."""
         with self.lock:
             same = [c for c in self.open.values() if c.address == address]
             if len(same) >= max(1, self.limit // 2) and not self.evict(same):
@@ -70,7 +71,7 @@ class Connections:
             return True
 
     def evict(self, among: list[Connection]) -> bool:
-        """Lets go of the connection that has waited longest for its client."""
+        """Close the connection that has waited longest for its client."""
         waiting = [c for c in among if c.waits]
         if not waiting:
             return False
@@ -91,17 +92,17 @@ class Connections:
                 connection.let_go()
 
     def wait(self, sock: socket.socket, seconds: float) -> Connection:
-        """The head is there; the body may take so many seconds more."""
+        """Give the body this many seconds more: the head has arrived."""
         deadline = time.monotonic() + seconds
         with self.lock:
             connection = self.open.get(id(sock))
-            if connection is None:  # it had to give way meanwhile
+            if connection is None:  # evicted meanwhile
                 return Connection(sock, "", deadline, late=True)
             connection.deadline = deadline
             return connection
 
     def arrived(self, sock: socket.socket) -> None:
-        """The whole request is there."""
+        """Note that the whole request has arrived."""
         with self.lock:
             if id(sock) in self.open:
                 self.open[id(sock)].waits = False
@@ -112,14 +113,14 @@ class Connections:
 
 
 class Server(ThreadingHTTPServer):
-    """Accepts connections as far as there is room; `alive` is asked between two of them."""
+    """Accepts connections while there is room, and calls `alive` between them."""
 
     daemon_threads = True
     request_queue_size = 128
     connections: Connections  # a subclass has them, as mlx_lm makes the instance
 
     def alive(self) -> None:
-        """Raises what ends the server."""
+        """Raise the error that ends the server, if any."""
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:

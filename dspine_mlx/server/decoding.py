@@ -1,4 +1,4 @@
-"""What a request's decoding takes: checks against the model, options, and account of its rounds."""
+"""Decoding a request: checks against the model, options, and statistics of its rounds."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from dspine_mlx.server.provider import Provider
 class Arguments(host.GenerationArguments):
     """A request's arguments, and the call they belong to.
 
-    prepared: a tokenizer and what `_tokenize` gave with it, once the HTTP thread has done that.
+    prepared: a tokenizer and the result of `_tokenize`, once the HTTP thread has made it.
     """
 
     call: Call
@@ -29,15 +29,15 @@ class Arguments(host.GenerationArguments):
 
 
 def reasoning(inside: bool, asked: bool) -> Reasoning:
-    """A reply may open a reasoning block only where the client asked for one: a model that has the
-    tokens but was not made to reason would take them for a way around the grammar."""
+    """Allow a reply to open a reasoning block only if the client asked for one: other models with
+    such tokens would use them to bypass the grammar."""
     if inside:
         return "inside"
     return "possible" if asked else "over"
 
 
 def check_prompt(prompt: list[int], args: Arguments, provider: Provider) -> None:
-    """What depends on the model; `InputError` for a request that it can't decode."""
+    """Check what depends on the model; `InputError` for a request that it can't decode."""
     if len(prompt) == 0:
         raise InputError("the prompt is empty; give at least one token")
     limit, vocabulary = provider.context_length, provider.vocab_size
@@ -60,19 +60,19 @@ def check_prompt(prompt: list[int], args: Arguments, provider: Provider) -> None
 
 
 def try_sampling(prompt: list[int], args: Arguments, tokenizer: Any, vocabulary: int) -> None:
-    """Runs the request's processors and sampler once, before they run among those of others."""
+    """Run the request's processors and sampler once, before they run in a batch with others."""
     context = mx.array(prompt[-2:])
     logits = mx.zeros((1, vocabulary))
     try:
         for processor in host._make_logits_processors(args):
             logits = processor(context, logits)
         mx.eval(host._make_sampler(args, tokenizer)(logits - mx.logsumexp(logits)))
-    except Exception as error:  # whatever it is, it is this request's own
+    except Exception as error:  # of any type, but this request's fault
         raise InputError(f"this request can't be sampled: {error}") from error
 
 
 def checked(call: Call, options: dict[str, Any]) -> Callable[[int, int], None]:
-    """The prefill's progress callback, which also ends the prefill of a call that was given up."""
+    """Wrap the prefill's progress callback so that it ends the prefill of a failed call."""
     progress = options["prompt_progress_callback"]
 
     def report(done: int, total: int) -> None:
@@ -87,10 +87,10 @@ def checked(call: Call, options: dict[str, Any]) -> Callable[[int, int], None]:
 def drafting(
     options: dict[str, Any], args: Arguments, tokenizer: Any, grammar: Constraint | None
 ) -> dict[str, Any]:
-    """The options of mlx_lm's stream_generate as dspine_mlx.stream_generate takes them.
+    """Turn options of mlx_lm's stream_generate into those of dspine_mlx.stream_generate.
 
     With a seed the draws are those of seeded plain decoding, and drafts foresee them. Otherwise
-    drafts are sampled and verified by the ratio test, but for a grammar, which cuts them.
+    drafts are sampled and verified by the ratio test, except under a grammar, which cuts them.
     """
     unknown = ("num_draft_tokens", "input_embeddings")
     options = {name: value for name, value in options.items() if name not in unknown}
@@ -114,9 +114,9 @@ def drafting(
 
 
 def observed(tokens: Iterator[GenerationResponse], call: Call) -> Iterator[GenerationResponse]:
-    """The tokens, until the call is given up; times its rounds and keeps its statistics.
+    """Pass the tokens on until the call fails; times its rounds and keeps its statistics.
 
-    An end after a token leaves the caches at the tokens so far, which then go to the prompt cache.
+    Stopping after a token leaves the caches at the tokens so far; they then go to the prompt cache.
     """
     rounds = 0
     for response in tokens:

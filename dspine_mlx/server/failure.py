@@ -13,7 +13,7 @@ CODES = {401: "invalid_api_key", 404: "not_found", 408: "request_timeout", 413: 
 class Failed(Exception):
     """A request that gets an error instead of a reply: an HTTP status and a sentence.
 
-    param: the field of the request that is to blame. code: what a program can tell errors by.
+    param: the offending field of the request. code: an identifier for programs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ def error_body(
 
 
 def failed(error: Exception) -> Failed:
-    """What a client is told of an error."""
+    """Turn an exception into the error that a client gets."""
     if isinstance(error, Failed):
         return error
     if isinstance(error, UnknownModel):

@@ -1,7 +1,7 @@
-"""What each field of a request may hold: type, size, and magnitude in float32 and float16.
+"""Checks of a request's fields: type, size, and magnitude in float32 and float16.
 
-A field that is not named here is ignored, as OpenAI's clients send fields of their own. Bounds are
-OpenAI's where it has some; wider ones keep logits finite in half precision.
+Other fields are ignored, as OpenAI's clients send fields of their own. Bounds are OpenAI's where it
+has some. Others keep logits finite in half precision.
 """
 
 import json
@@ -12,15 +12,15 @@ from dspine_mlx.errors import InputError
 
 LARGEST = (1 << 31) - 1  # MLX's shapes, slices and indices are 32-bit
 BIAS = 100  # OpenAI's largest logit_bias
-COLDEST = 1e-4  # a lower temperature overflows half precision; it is taken for 0
+COLDEST = 1e-4  # a lower temperature overflows half precision and is taken as 0
 ROWS = (1 << 30) - 1  # of a verify length; blocks end them much earlier
-STOPS, STOP_LENGTH = 32, 256  # stop strings of a request, and characters of one
-BIASED = 1024  # tokens that a logit_bias may name
+STOPS, STOP_LENGTH = 32, 256  # stop strings per request, and characters per string
+BIASED = 1024  # tokens in a logit_bias, at most
 MESSAGES, TOOLS = 4096, 1024
 NAME_LENGTH = 512
 
 # What a request may hand on to the chat template: plain values that templates read by these names.
-# Everything else (a template, documents, options of the tokenizer) is the server's own.
+# Everything else (a template, documents, tokenizer options) is up to the server.
 TEMPLATE_OPTIONS = (
     "add_vision_id",
     "clear_thinking",
@@ -65,7 +65,7 @@ def integer(low: int, high: int = LARGEST) -> Check:
 
 
 def number(low: float, high: float, smallest: float = 0.0) -> Check:
-    """Between low and high; a magnitude below `smallest` is 0 or out of range."""
+    """Check for a number from low to high; a magnitude below `smallest` must be 0."""
 
     def check(value: Any) -> bool:
         if type(value) not in (int, float) or not low <= value <= high:  # NaN is not between
@@ -76,7 +76,7 @@ def number(low: float, high: float, smallest: float = 0.0) -> Check:
 
 
 def is_name(value: Any) -> bool:
-    """Of a model, drafter or adapter: a folder or Hub id."""
+    """Whether a value can name a model, drafter or adapter: a folder or Hub id."""
     return isinstance(value, str) and 0 < len(value) <= NAME_LENGTH and value.isprintable()
 
 
@@ -143,7 +143,7 @@ PENALTY = (number(-BIAS, BIAS), f"a number between -{BIAS} and {BIAS}")
 NAME = (is_name, f"a folder or a Hub id of up to {NAME_LENGTH} characters")
 FLAG = (is_bool, "true or false")
 
-# Field: its check, and what would be right. null means the field's default, as for OpenAI.
+# Field: its check, and what would be right. null means the field's default, as with OpenAI.
 FIELDS: dict[str, tuple[Check, str]] = {
     "model": NAME,
     "draft_model": NAME,

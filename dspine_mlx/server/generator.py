@@ -36,10 +36,10 @@ from dspine_mlx.server.prompts import BoundedTokenizer
 from dspine_mlx.server.provider import Provider
 from dspine_mlx.server.stops import ReplyText
 
-POLL = 0.1  # seconds between two looks at a waiting client's connection
+POLL = 0.1  # seconds between two checks of a waiting client's connection
 
 
-STOP_SECONDS = 5.0  # for the generation thread to end in
+STOP_SECONDS = 5.0  # that the generation thread may take to end
 
 
 class ResponseGenerator(host.ResponseGenerator):
@@ -60,8 +60,8 @@ class ResponseGenerator(host.ResponseGenerator):
         generation_args: host.GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[host.GenerationContext | None, Iterator[host.Response]]:
-        """A failure is kept in the call, and the handler answers with it where mlx_lm begins its
-        reply."""
+        """Generate a reply. The call keeps any failure; the handler answers with it where mlx_lm
+        begins its reply."""
         call = serving.get()
         self.handlers.add(call)
         args = Arguments(**vars(generation_args), call=call)
@@ -82,8 +82,9 @@ class ResponseGenerator(host.ResponseGenerator):
             raise args.call.fail(failed(error)) from error
 
     def prepare(self, request: host.CompletionRequest, args: Arguments) -> None:
-        """What may take long or fail, before the one thread that all requests share: downloads, the
-        chat template and the tokenizer (of the loaded model; another's run once it is loaded)."""
+        """Do work that may be slow or fail outside the one thread that all requests share:
+        downloads, the chat template and the tokenizer (of the loaded model; another's run once it
+        is loaded)."""
         provider = self.model_provider
         provider.check_names(args.model)
         if self._is_distributed:  # the other ranks do this themselves
@@ -100,7 +101,7 @@ class ResponseGenerator(host.ResponseGenerator):
             return super()._tokenize(bounded, request, args)
         except InputError:
             raise
-        except Exception as error:  # chat templates raise what they like; it is the request's doing
+        except Exception as error:  # chat templates may raise anything; it is the request's fault
             raise InputError(f"this request can't be made a prompt: {error}") from error
 
     def _await_response(self, response_queue: Queue) -> Any:
@@ -117,7 +118,7 @@ class ResponseGenerator(host.ResponseGenerator):
                     raise Failed(503, "the server is stopping") from None
 
     def release(self, call: Call) -> None:
-        """The HTTP thread is done with a call, whether or not it got its reply."""
+        """Let go of a call that the HTTP thread is done with, whether or not it got its reply."""
         self.calls.remove(call)
         self.handlers.discard(call)
         self.metrics.finish(call)
@@ -125,7 +126,7 @@ class ResponseGenerator(host.ResponseGenerator):
 
     @property
     def stalled(self) -> bool:
-        """Whether the generation thread has done nothing for long, other than load a model."""
+        """Whether the generation thread has long made no step and is not loading a model."""
         loading = self.model_provider.loading
         return not loading and self.calls.heart.age > self.options.stall_seconds
 
@@ -138,7 +139,7 @@ class ResponseGenerator(host.ResponseGenerator):
         return not self._generation_thread.is_alive()
 
     def stop_and_join(self) -> None:
-        """Returns after STOP_SECONDS at the latest; `ended` says whether the thread has."""
+        """Stop within STOP_SECONDS; `ended` says whether the thread has ended."""
         if self._is_distributed:
             return super().stop_and_join()
         self.calls.close(Failed(503, "the server is stopping"))
@@ -157,16 +158,16 @@ class ResponseGenerator(host.ResponseGenerator):
         while not self._stop:
             try:
                 super()._generate()
-            except Exception as error:  # of one request, whichever it is, among those of a batch
+            except Exception as error:  # of some request in a batch
                 if self._is_distributed or not self.calls.taken:
                     raise
                 logging.exception("a batch failed; its requests go on one by one")
                 self.take_up(error)
-        mx.clear_streams()  # left to the thread's end, they race with the end of the process
+        mx.clear_streams()  # at the thread's end they would race with the end of the process
 
     def take_up(self, error: Exception) -> None:
-        """Requests of a batch that failed are decoded alone, from the token where they were; one
-        that fails alone gets the error."""
+        """Resume the requests of a failed batch one by one, each from its last token. One that
+        fails alone gets the error."""
         for reply, request, args in self.calls.in_progress():
             if args.call.alone:
                 reply.put(error)
@@ -222,19 +223,19 @@ class ResponseGenerator(host.ResponseGenerator):
         call.reasoning = reasoning(
             "reasoning" in others, bool((args.chat_template_kwargs or {}).get("enable_thinking"))
         )
-        if call.tokens:  # taken up again
+        if call.tokens:  # resumed
             prompt, args.max_tokens = prompt + call.tokens, args.max_tokens - len(call.tokens)
         return prompt, *others
 
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
-        """mlx_lm's for the arriving request, which finds stop strings in the text instead."""
+        """Make mlx_lm's state machine for a request; stop strings are found in the text instead."""
         ends, machine = super()._make_state_machine(model_key, tokenizer, [])
         call = self.arriving
         if call.text is None and (stop_words or call.tokens):
             call.text = ReplyText(stop_words, ends, tokenizer.detokenizer)
             for token in call.tokens:
                 call.text.advance(token)
-            call.text.take(last=False)  # which the client has
+            call.text.take(last=False)  # the client has this text
         return call.text or ends, machine
 
     def _serve_single(self, request: tuple, stream: mx.Stream) -> None:
@@ -250,7 +251,7 @@ class ResponseGenerator(host.ResponseGenerator):
         draft_model: Drafter | None = None,
         **options: Any,
     ) -> Generator[GenerationResponse, None, None]:
-        """What `_serve_single` calls for mlx_lm's stream_generate."""
+        """Stand-in for mlx_lm's stream_generate, called by `_serve_single`."""
         args, call = self.current, self.current.call
         options |= {"max_tokens": max_tokens, "prompt_progress_callback": checked(call, options)}
         grammar = constraint(call, tokenizer)
@@ -271,10 +272,10 @@ class ResponseGenerator(host.ResponseGenerator):
 
 
 def answered(responses: Iterator[host.Response], call: Call) -> Iterator[host.Response]:
-    """The responses; every error but one of the client's own connection becomes a `Failed`."""
+    """Pass responses on; every error but one of the client's own connection becomes a `Failed`."""
     try:
         yield from responses
-        call.check()  # a call that was given up ends early and quietly
+        call.check()  # a failed call ends early without an error
     except OSError:
         raise
     except Exception as error:  # whatever the generation thread put on the queue

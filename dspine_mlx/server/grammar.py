@@ -1,7 +1,7 @@
 """Structured output: a response_format as a grammar that masks every row of a verify forward.
 
-The automaton is llguidance's (extra `server`). Masking happens before sampling, so the text has
-the target's distribution restricted to the grammar, with the drafter or without it.
+The automaton is llguidance's (extra `server`). Masking happens before sampling. So the text has the
+target's distribution restricted to the grammar, with or without a drafter.
 """
 
 import json
@@ -27,10 +27,10 @@ WHITESPACE = r"(?: |\n[ \t]{0,24})"  # unbounded white space lets a small model 
 class Constraint:
     """A logits processor that allows only what a grammar allows next.
 
-    It is called for each row of a verify forward, with the tokens up to that row, and follows the
-    text back when drafted tokens are dropped. Reasoning comes before the grammar: until its end,
-    where a reply starts inside it or opens it first, all tokens are allowed. With tools, a tool
-    call in place of the structured reply is free too.
+    It is called for each row of a verify forward, with the tokens up to that row, and steps back
+    when drafted tokens are dropped. Reasoning comes before the grammar: if a reply starts inside it
+    or opens it first, all tokens are allowed until its end. With tools, a tool call in place of the
+    structured reply is free, too.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Constraint:
         text = self.reply(tokens)
         ruled = self.ruled(text)
         if ruled is None or not self.follow(ruled) or self.eos & set(ruled):
-            return logits  # free, or a row that no text can reach
+            return logits  # unconstrained, or a row that no text can reach
         bits = np.unpackbits(
             np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little"
         )
@@ -64,12 +64,12 @@ class Constraint:
         return mx.where(mx.array(mask), logits, -mx.inf)
 
     def check(self) -> None:
-        """llguidance gives a grammar up that takes too much work at some place of the text."""
+        """Raise if llguidance gave up: some place in the text took it too much work."""
         if self.matcher.is_error():
             raise unusable(f"is too complex to follow: {self.matcher.get_error().split(';')[0]}")
 
     def permitted(self, tokens: mx.array, draft: list[int]) -> int:
-        """How many drafted tokens after these the grammar allows."""
+        """The number of drafted tokens after these that the grammar allows."""
         text = self.reply(tokens)
         for n, token in enumerate(draft):
             text.append(token)
@@ -84,7 +84,7 @@ class Constraint:
         return tokens[self.start :].tolist()
 
     def ruled(self, text: list[int]) -> list[int] | None:
-        """The part of the reply that the grammar rules; None where it is still, or wholly, free."""
+        """The part of the reply under the grammar; None while the reply is unconstrained."""
         if self.think is not None and (self.reasoning == "inside" or text[:1] == [self.think[0]]):
             end = find(text, self.think[1])
             if end is None:
@@ -93,7 +93,7 @@ class Constraint:
         return None if text and text[0] == self.tool else text
 
     def openings(self, text: list[int]) -> set[int]:
-        """Tokens that may come in place of the grammar's first."""
+        """Tokens allowed in place of the grammar's first."""
         opens = set() if self.tool is None else {self.tool}
         if self.think is not None and self.reasoning == "possible" and not text:
             opens.add(self.think[0])
@@ -117,7 +117,7 @@ class Constraint:
 
 
 def find(tokens: list[int], sequence: tuple[int, ...]) -> int | None:
-    """Where the first occurrence of a sequence ends."""
+    """The end of the first occurrence of a sequence."""
     for i in range(len(tokens) - len(sequence) + 1):
         if tuple(tokens[i : i + len(sequence)]) == sequence:
             return i + len(sequence)
@@ -125,7 +125,7 @@ def find(tokens: list[int], sequence: tuple[int, ...]) -> int | None:
 
 
 def compile_format(response_format: Any) -> str | None:
-    """llguidance's grammar of a request's response_format; None for plain text."""
+    """Compile a request's response_format to llguidance's grammar; None for plain text."""
     if response_format is None or response_format == {"type": "text"}:
         return None
     if llguidance is None:

@@ -20,11 +20,12 @@ from dspine_mlx.server.grammar import compile_format
 from dspine_mlx.server.health import health
 from dspine_mlx.server.images import image_parts, inline_images
 from dspine_mlx.server.metrics import CONTENT_TYPE
+from dspine_mlx.server.page import HEADERS, PAGE, figures, password
 from dspine_mlx.server.provider import DEFAULT
 from dspine_mlx.server.validation import checked, parse_body
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
-SMALL, LARGE = 1 << 20, 1 << 24  # bytes of a refused body that are taken, to be read by nobody
+SMALL, LARGE = 1 << 20, 1 << 24  # bytes of a refused body that are read and discarded
 UNAUTHORIZED = Failed(401, "this server needs its API key as 'Authorization: Bearer KEY'")
 
 
@@ -47,6 +48,8 @@ class Handler(host.APIHandler):
         route = self.path.partition("?")[0]
         if route == "/health":
             self.handle_health_check()
+        elif route in ("/", "/figures"):
+            self.handle_page(route)
         elif not self.authorized():
             self.refuse(UNAUTHORIZED)
         elif route == "/metrics":
@@ -70,12 +73,12 @@ class Handler(host.APIHandler):
             self.discard_body()
         except OSError:
             raise
-        except Exception as error:  # ours, not the client's: it is told, rather than cut off
+        except Exception as error:  # our fault, not the client's: answer rather than cut it off
             logging.exception("a request failed")
             self.fail_late(Failed(500, f"{type(error).__name__}: {error}"))
 
     def parse_request(self) -> bool:
-        """The head is there, or can't be read; the body may take `idle_timeout` more."""
+        """Read the head, if it can be read; the body may take `idle_timeout` more."""
         parsed = super().parse_request()
         self.slot = self.server.connections.wait(self.connection, self.options.idle_timeout)
         return parsed
@@ -104,7 +107,7 @@ class Handler(host.APIHandler):
         return int(length)
 
     def read_body(self, length: int) -> bytes:
-        """The body; the connection's deadline ends a read that takes too long."""
+        """Read the body; the connection's deadline ends a read that takes too long."""
         try:
             raw, late = self.rfile.read(length), False
         except TimeoutError:
@@ -118,7 +121,7 @@ class Handler(host.APIHandler):
         return raw
 
     def take_images(self, messages: list[Any]) -> None:
-        """Nothing is fetched for a model that takes no images, or that is not loaded."""
+        """Fetch images, but not for a model that takes none or is not loaded."""
         if not any(image_parts(messages)):
             return
         wanted = host.ModelDescription(
@@ -129,7 +132,7 @@ class Handler(host.APIHandler):
         inline_images(messages, self.options.allow_private_images)
 
     def discard_body(self) -> None:
-        """Take what the client still sends, up to a limit: closing on it would reset the
+        """Read what the client still sends, up to a limit. Closing early would reset the
         connection, and the client might never read the answer."""
         self.connection.settimeout(0.2)
         left, end = self.unwanted, time.monotonic() + 2
@@ -149,6 +152,26 @@ class Handler(host.APIHandler):
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")  # its bytes
         return any(hmac.compare_digest(given, b"Bearer " + key) for key in self.options.key_bytes)
 
+    def handle_page(self, route: str) -> None:
+        """The page and its figures, which a browser may also ask for with the key as a password. No
+        other origin can read them."""
+        given = password(self.headers.get("Authorization", ""))
+        keys = self.options.key_bytes if given is not None else ()
+        if not self.authorized() and not any(hmac.compare_digest(given or b"", k) for k in keys):
+            content, kind = UNAUTHORIZED.body, "application/json"
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="dspine-mlx", charset="UTF-8"')
+        else:
+            state = json.dumps(figures(self.response_generator)) if route == "/figures" else ""
+            content, kind = state.encode() or PAGE, "application/json" if state else "text/html"
+            self.send_response(200)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
     # ---- completions
 
     def handle_completion(self, request: host.CompletionRequest, stop_words: list[str]) -> None:
@@ -160,7 +183,7 @@ class Handler(host.APIHandler):
             super().handle_completion(request, stop_words)
         except Failed as error:
             self.fail_late(error)
-        except OSError as error:  # nobody, or too slow a reader, at the other end
+        except OSError as error:  # no reader, or too slow a one, at the other end
             self.call.fail(Failed(CLIENT_GONE, str(error)))
             raise
         finally:
@@ -168,7 +191,7 @@ class Handler(host.APIHandler):
             self.response_generator.release(self.call)
 
     def fail_late(self, error: Failed) -> None:
-        """An error after mlx_lm has begun its reply: whole replies have not been sent yet."""
+        """Send an error after mlx_lm has begun its reply: whole replies have not been sent yet."""
         if self.answered:
             self.wfile.write(b"data: " + error.body + b"\n\n")
         else:
@@ -203,7 +226,7 @@ class Handler(host.APIHandler):
         super()._set_stream_headers(status_code)
 
     def begin(self) -> None:
-        """mlx_lm begins its reply: a call that has failed by now gets an error instead."""
+        """Begin mlx_lm's reply, or answer with an error if the call has failed by now."""
         if self.call is not None:
             self.call.check()
 
@@ -227,7 +250,8 @@ class Handler(host.APIHandler):
         self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The base class's own errors (a malformed request line, an unknown method) as JSON."""
+        """Send the base class's own errors (a malformed request line, an unknown method) as
+        JSON."""
         self.close_connection = True
         content = error_body(code, message or self.responses[code][0])
         self.send_response(code)
@@ -237,7 +261,7 @@ class Handler(host.APIHandler):
         self.wfile.write(content)
 
     def handle_models_request(self) -> None:
-        """The Hub's models that are here, as far as requests may name them."""
+        """List the cached Hub models that requests may name."""
         allowed = self.response_generator.model_provider.allowed("model")
         if allowed is None:
             return super().handle_models_request()

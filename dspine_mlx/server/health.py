@@ -1,4 +1,4 @@
-"""What GET /health says."""
+"""The answer to GET /health."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def status(generator: ResponseGenerator) -> str:
 
 
 def kernels(mode: str, drafter: Drafter | None) -> dict[str, Any]:
-    """Whether Metal kernels are on, why or why not, and what their checks said."""
+    """Whether Metal kernels are on, why or why not, and the results of their checks."""
     checks = drafter.kernels.report()["checks"] if drafter is not None else []
     if mode == "off":
         why = "switched off by --kernels off"

@@ -1,4 +1,4 @@
-"""Images of a request: fetched only for a model that takes them, within limits.
+"""Images in a request: fetched only for models that take images, within limits.
 
 Limits are on number, bytes, pixels, time and addresses. A host's addresses are looked up once and
 checked, and the connection goes to the checked one; a redirect is checked like a first URL.
@@ -22,10 +22,10 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.validation import image_url
 
-MOST = 16  # images of a request
-BYTES = 32 << 20  # of all of them
-PIXELS = 1 << 25  # of one, some 33 million
-SECONDS = 15.0  # for one, redirects included
+MOST = 16  # images per request
+BYTES = 32 << 20  # of all images
+PIXELS = 1 << 25  # of one image, some 33 million
+SECONDS = 15.0  # for one image, redirects included
 REDIRECTS = 3
 
 
@@ -37,9 +37,9 @@ def image_parts(messages: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def inline_images(messages: list[Any], private: bool) -> None:
-    """Puts data URLs in place of the messages' http(s) ones; `FieldError` for what is no image.
+    """Replace http(s) URLs in messages by data URLs; `FieldError` for anything but an image.
 
-    private: whether addresses that are not public may be fetched from.
+    private: whether to fetch from addresses that are not public.
     """
     parts = list(image_parts(messages))
     if len(parts) > MOST:
@@ -81,7 +81,7 @@ def too_large() -> FieldError:
 
 
 def check_pixels(data: bytes) -> None:
-    """Reads an image's size without decoding it."""
+    """Check an image's size without decoding it."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -94,7 +94,7 @@ def check_pixels(data: bytes) -> None:
 
 
 def fetch(url: str, private: bool, room: int) -> tuple[str, bytes]:
-    """Media type and bytes of an http(s) URL."""
+    """Fetch the media type and bytes of an http(s) URL."""
     deadline = time.monotonic() + SECONDS
     target: str | None = ""
     for _ in range(REDIRECTS + 1):
@@ -113,7 +113,7 @@ def fetch(url: str, private: bool, room: int) -> tuple[str, bytes]:
 def fetch_once(
     url: SplitResult, private: bool, room: int, deadline: float
 ) -> tuple[str, bytes, str | None]:
-    """Media type and bytes, or where the answer redirects to."""
+    """Fetch the media type and bytes, or the address that the answer redirects to."""
     if url.scheme not in ("http", "https") or not url.hostname:
         raise refused("an image's URL must lead to http:// or https:// and a host")
     secure = url.scheme == "https"
@@ -142,7 +142,7 @@ def fetch_once(
 
 
 def end(sock: socket.socket) -> None:
-    """Ends whatever waits for the other side."""
+    """End any wait for the other side."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -166,7 +166,7 @@ def left(deadline: float) -> float:
 
 
 def public_address(name: str, port: int, private: bool) -> str:
-    """An address of a host; `FieldError` if any of them is not public and that is not allowed."""
+    """Look up a host's address; `FieldError` if any is not public, unless that is allowed."""
     found = [info[4][0] for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
     addresses = [str(address) for address in found]
     if not private and not all(map(is_public, addresses)):
@@ -175,7 +175,8 @@ def public_address(name: str, port: int, private: bool) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Neither private, loopback, link-local, multicast nor reserved, nor a way to such a one."""
+    """Whether an address is not private, loopback, link-local, multicast or reserved, nor leads to
+    such a one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)

@@ -1,14 +1,17 @@
-"""What the server has done so far, in Prometheus' text format (version 0.0.4)."""
+"""The server's counters, in Prometheus' text format (version 0.0.4)."""
 
+import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from threading import Lock
+from typing import Any
 
 import mlx.core as mx
 
 from dspine_mlx.server.call import Call
 
+LAST = 20  # requests that the page lists
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ACCEPTED = tuple(float(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15))
@@ -35,7 +38,7 @@ class Histogram:
 
 
 class Metrics:
-    """Counters that only grow; `finish` takes in a call when its HTTP thread lets go of it."""
+    """Counters that only grow; `finish` counts a call when its HTTP thread is done."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -44,14 +47,16 @@ class Metrics:
         self.drafts: Counter[str] = Counter()
         self.accepted = Histogram(ACCEPTED)
         self.rounds, self.first_token = Histogram(SECONDS), Histogram(SECONDS)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=LAST)  # figures, the newest first
 
     def refuse(self, status: int) -> None:
-        """A request that never reached the generator."""
+        """Count a request that never reached the generator."""
         with self.lock:
             self.requests["refused", status] += 1
 
     def finish(self, call: Call) -> None:
         with self.lock:
+            self.recent.appendleft({"ended": time.time()} | call.figures())
             self.requests[call.path, call.failure.status if call.failure else 200] += 1
             if call.context is not None:
                 cached = max(0, call.context.prompt_cache_count)

@@ -30,8 +30,8 @@ class Options:
     def key_bytes(self) -> tuple[bytes, ...]:
         """The key as clients may send it: in UTF-8, or in HTTP's own latin-1."""
         key = self.api_key or ""
-        ways = {key.encode("utf-8", "surrogateescape"), key.encode("latin-1", "ignore")}
-        return tuple(way for way in ways if len(way) >= len(key) > 0)
+        spellings = {key.encode("utf-8", "surrogateescape"), key.encode("latin-1", "ignore")}
+        return tuple(one for one in spellings if len(one) >= len(key) > 0)
 
 
 def verify_length(text: str) -> int | str:

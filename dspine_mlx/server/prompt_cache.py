@@ -15,8 +15,8 @@ class Entry(list):
 
 
 class PromptCache(PromptCaches):
-    """Entries are shared by requests with any drafter or none: who asks with another drafter than
-    an entry's gets the target's caches alone."""
+    """Requests with any drafter or none share entries. A request with another drafter than an
+    entry's gets only the target's caches."""
 
     def __init__(self, provider: Provider, max_size: int, max_bytes: int):
         super().__init__(max_size, max_bytes)

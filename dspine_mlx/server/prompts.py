@@ -9,15 +9,15 @@ from typing import Any
 
 from dspine_mlx.errors import InputError
 
-TEMPLATE = "<template>"  # the file that Jinja's compiled templates say they are of
+TEMPLATE = "<template>"  # the file name of Jinja's compiled templates
 SECONDS = 5.0
 
 
 @contextmanager
 def rendering(seconds: float = SECONDS) -> Iterator[None]:
-    """Around Jinja templates in this thread: `InputError` once they have run for so long.
+    """Limit the time of Jinja templates in this thread, by raising `InputError`.
 
-    Looks at the clock at each line of a template, so it ends loops, too.
+    The clock is checked at each line of a template, so endless loops stop, too.
     """
     end = time.monotonic() + seconds
 
@@ -37,10 +37,10 @@ def rendering(seconds: float = SECONDS) -> Iterator[None]:
 
 
 class BoundedTokenizer:
-    """A tokenizer for text of up to `most` characters; more tokens than that makes are no prompt.
+    """A tokenizer for text of up to `most` characters; longer text would not fit the context.
 
-    Encoding a few megabytes takes half a minute, and the model's context tells before that they
-    are too many.
+    Encoding a few megabytes takes half a minute; the model's context shows beforehand that it is in
+    vain.
     """
 
     def __init__(self, tokenizer: Any, most: int | None):
@@ -63,6 +63,6 @@ class BoundedTokenizer:
 
 
 def most_characters(tokenizer: Any, context_length: int | None) -> int | None:
-    """Characters that the context may hold: as many as tokens that are all the longest one."""
+    """The most characters that the context may hold: as if every token were the longest one."""
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     return None if context_length is None else context_length * longest

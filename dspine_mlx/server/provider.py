@@ -17,6 +17,8 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
+from dspine_mlx.models.choose import AUTO, choose, hint
+from dspine_mlx.models.fit import check_configs
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.options import ANY, Options
@@ -29,11 +31,13 @@ STOCK: Any = host.ModelProvider  # before that name is rebound
 
 
 class Provider(host.ModelProvider):
-    """Loads the target once: a request with another drafter, or none, does not touch it."""
+    """Loads the target once; a request with another drafter, or none, leaves it loaded."""
 
     def __init__(self, cli_args: Namespace, options: Options):
         if cli_args.model is None:
             default_pair(cli_args)
+        elif cli_args.draft_model in (None, AUTO):
+            automatic_drafter(cli_args)
         super().__init__(cli_args)
         if self.is_distributed and cli_args.draft_model is not None:
             raise InputError("drafting is for one machine; start without --draft-model")
@@ -46,7 +50,7 @@ class Provider(host.ModelProvider):
         self.most_characters: int | None = None  # of a prompt
         self.target_caches = 0  # cache objects the target needs
         self.loading = self.replaced = False
-        if Path(cli_args.model).exists():  # the name that /v1/models gives it
+        if Path(cli_args.model).exists():  # its name in /v1/models
             self._model_map[str(Path(cli_args.model).resolve())] = cli_args.model
 
     def reset(self) -> None:
@@ -59,7 +63,7 @@ class Provider(host.ModelProvider):
     # ---- in the HTTP threads
 
     def allowed(self, param: str) -> set[str] | None:
-        """Names that a field of a request may have (model, draft_model or adapters); None: any."""
+        """Names allowed in a field of a request (model, draft_model or adapters); None: any."""
         named = self.options.allow_models
         if named is None:
             named = () if reachable(self.cli_args.host) else (ANY,)
@@ -73,7 +77,7 @@ class Provider(host.ModelProvider):
         return {name for name in (*own[param], *named) if name is not None}
 
     def check_names(self, wanted: host.ModelDescription) -> None:
-        """`UnknownModel` for a name that requests may not use."""
+        """Raise `UnknownModel` for a name that requests may not use."""
         names = {"model": wanted.model, "draft_model": wanted.draft, "adapters": wanted.adapter}
         for param, name in names.items():
             allowed = self.allowed(param)
@@ -85,13 +89,13 @@ class Provider(host.ModelProvider):
                 )
 
     def download(self, wanted: host.ModelDescription) -> None:
-        """Fetches a model that is not here yet; `UnknownModel` if it can't be loaded."""
+        """Download a model that is not here yet; `UnknownModel` if it can't be loaded."""
         model = self._model_map.get(wanted.model, wanted.model)
         if self.model_key is None or self.model_key[0] != model:
             folder_of(model)
 
     def loaded_tokenizer(self, wanted: host.ModelDescription) -> Any:
-        """The tokenizer of a model if that is the loaded one, or None."""
+        """The tokenizer of a model if it is the loaded one, or None."""
         key, tokenizer = self.model_key, self.tokenizer
         model = self._model_map.get(wanted.model, wanted.model)
         adapter = self._adapter_map.get(wanted.model, wanted.adapter)
@@ -131,7 +135,7 @@ class Provider(host.ModelProvider):
         adapter_path: str | None = None,
         draft_model_path: str | None = None,
     ) -> None:
-        """Load a target beside the present one, which is given up once that has worked."""
+        """Load a target; one that fails to load leaves the current one in place."""
         folder = folder_of(model_path)
         config = read_config(folder)
         if adapter_path is not None and not Path(adapter_path).exists():
@@ -142,7 +146,7 @@ class Provider(host.ModelProvider):
         try:
             successor._load(model_path, adapter_path, None)
             caches = len(make_prompt_cache(successor.model))
-        except Exception as error:  # mlx_lm raises what a checkpoint's mistake leads to
+        except Exception as error:  # mlx_lm may raise anything on a bad checkpoint
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UnknownModel(f"{model_path} can't be loaded: {reason}") from error
         text = config | (config.get("text_config") or {})
@@ -167,7 +171,7 @@ class Provider(host.ModelProvider):
         return self.drafters[path]
 
     def release(self) -> None:
-        """Gives back the memory of what was replaced, once nothing refers to it any more."""
+        """Free the memory of replaced models, once nothing refers to them any more."""
         if self.replaced:
             gc.collect()
             mx.clear_cache()
@@ -175,7 +179,7 @@ class Provider(host.ModelProvider):
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While something is loaded or measured, which is no stall."""
+        """Mark the time of loading or measuring, which is not a stall."""
         self.loading = True
         try:
             yield
@@ -184,8 +188,8 @@ class Provider(host.ModelProvider):
 
 
 def default_pair(cli_args: Namespace) -> None:
-    """Without --model: the pair that ships with the package."""
-    if cli_args.draft_model is not None:
+    """Use the pair that ships with the package if there is no --model."""
+    if cli_args.draft_model not in (None, AUTO):
         raise InputError(
             f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "
             "was trained for"
@@ -196,8 +200,19 @@ def default_pair(cli_args: Namespace) -> None:
     )
 
 
+def automatic_drafter(cli_args: Namespace) -> None:
+    """--draft-model auto: the registry's; without one, say which would fit."""
+    if cli_args.draft_model is None:
+        logging.warning(f"no --draft-model, so plain decoding: {hint(cli_args.model)}")
+        return
+    name, revision, _ = choose(cli_args.model)
+    logging.warning(f"--draft-model auto: {name}")
+    check_configs(cli_args.model, name, revision)
+    cli_args.draft_model = str(resolve(name, revision))
+
+
 def reachable(address: str) -> bool:
-    """Whether others than this machine may reach a server that listens there."""
+    """Whether other machines may reach a server that listens there."""
     try:
         return not ip_address(address).is_loopback
     except ValueError:
@@ -205,7 +220,7 @@ def reachable(address: str) -> bool:
 
 
 def folder_of(model: str) -> Path:
-    """Of a model, downloaded if need be; `UnknownModel` if it has no config.json."""
+    """The folder of a model, downloaded if need be; `UnknownModel` if it has no config.json."""
     try:
         folder = resolve(model, patterns=DEFAULT_ALLOW_PATTERNS)
         read_config(folder)
@@ -215,7 +230,8 @@ def folder_of(model: str) -> Path:
 
 
 def check_memory(folder: Path) -> None:
-    """Refuse a model whose weights don't fit beside the loaded ones, on a machine that says so."""
+    """Refuse a model whose weights don't fit beside the loaded ones, if the machine states its
+    limit."""
     limit = mx.device_info().get("max_recommended_working_set_size")
     if limit is None:
         return
@@ -229,15 +245,16 @@ def check_memory(folder: Path) -> None:
 
 
 def vocabulary(model: Any, config: dict[str, Any]) -> int | None:
-    """Tokens that a model has logits for, as far as it can be told."""
+    """Number of tokens that a model has logits for, if it can be found."""
     try:
         return Target(model).vocab_size
-    except InputError:  # drafting is not for it
+    except InputError:  # a model that can't be drafted for
         return config.get("vocab_size")
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """Positions a model was made for: max_position_embeddings, or more with scaled rotary ones."""
+    """Positions a model was made for: max_position_embeddings, or more with scaled rotary
+    embeddings."""
     limit = config.get("max_position_embeddings")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")

@@ -1,7 +1,7 @@
-"""Stop strings: a reply ends before the first of them, whatever tokens carry it.
+"""Stop strings: a reply ends before the first one, however it is tokenised.
 
-mlx_lm.server looks for the tokens that a stop string has when encoded alone, and misses it where
-the reply's tokens join it to its surroundings. Here it is looked for in the text.
+mlx_lm.server looks for the tokens of a stop string encoded alone, and misses it where the reply's
+tokens join it to its surroundings. Here the text is searched.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class TokenMatcher(Protocol):
 class Stopped:
     """A text that grows until it holds a stop string: `before` is what comes before the first.
 
-    The first is the one that starts first. So what may still become a stop string is held back,
-    and so is the text from a stop string on while one that started earlier may yet be completed.
+    The first is the one that starts first. So text that may still become a stop string is held
+    back. So is the text from a stop string on, while one that started earlier may yet be completed.
     """
 
     def __init__(self, words: Sequence[str]):
@@ -27,7 +27,7 @@ class Stopped:
         self.found = False
 
     def add(self, text: str) -> str:
-        """Takes in more text; gives the part that is sure to come before a stop string."""
+        """Add text; returns the part that is sure to come before a stop string."""
         self.held += text
         first, open_ = self.first(), self.possible()
         if first is not None and (open_ is None or open_ >= first):
@@ -35,7 +35,7 @@ class Stopped:
         return self.release(open_)
 
     def end(self) -> str:
-        """The rest of a text that gets no longer."""
+        """End the text and return the rest."""
         first = self.first()
         return self.release(None) if first is None else self.cut(first)
 
@@ -44,7 +44,7 @@ class Stopped:
         return min(places, default=None)
 
     def possible(self) -> int | None:
-        """Where the longest end of the text that begins a stop string starts."""
+        """Start of the longest suffix of the text that begins a stop string."""
         longest = max(map(len, self.words), default=1) - 1
         for place in range(max(0, len(self.held) - longest), len(self.held)):
             end = self.held[place:]
@@ -83,7 +83,7 @@ class ReplyText:
         return self
 
     def advance(self, token: int) -> bool:
-        """Takes in one token; whether the reply ends with it."""
+        """Add one token; returns whether the reply ends with it."""
         if self.ended.advance(token):
             return True
         self.detokenizer.add_token(token)
@@ -91,7 +91,7 @@ class ReplyText:
         return self.found
 
     def take(self, last: bool) -> str:
-        """The text that can be delivered now; last: all that is left."""
+        """Take the text that can be delivered now; last: all the rest."""
         if last and not self.found:
             self.detokenizer.finalize()
             self.ready += self.stopped.add(self.detokenizer.last_segment)

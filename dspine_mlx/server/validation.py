@@ -1,4 +1,5 @@
-"""Request bodies: what mlx_lm.server or a chat template would trip over is refused here."""
+"""Validating request bodies: anything that mlx_lm.server or a chat template would fail on is
+refused."""
 
 import json
 import math
@@ -12,7 +13,7 @@ DEPTH = 64  # of nested lists and objects
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request; numbers must be finite, which JSON's own are."""
+    """Parse the JSON object of a request; numbers must be finite, as in standard JSON."""
     try:
         body = json.loads(raw.decode("utf-8"), parse_float=finite, parse_constant=finite)
         json.dumps(body, ensure_ascii=False).encode()  # escapes can name half a surrogate pair
@@ -43,7 +44,8 @@ def deeper(value: Any, levels: int) -> bool:
 
 
 def checked(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """The body as mlx_lm.server takes it, without nulls; `FieldError` for the first bad field.
+    """Check a body and return it without nulls, as mlx_lm.server takes it; `FieldError` for the
+    first bad field.
 
     null is a field's default, except for draft_model, where it means none.
     """
@@ -60,7 +62,7 @@ def checked(body: dict[str, Any], path: str) -> dict[str, Any]:
             raise wrong_field("prompt", body.get("prompt"), "a non-empty string")
     if body.get("temperature", 1) < COLDEST:
         body["temperature"] = 0
-    for name in ("xtc_probability", "xtc_threshold"):  # mlx_lm takes no whole numbers here
+    for name in ("xtc_probability", "xtc_threshold"):  # mlx_lm takes only floats here
         if name in body:
             body[name] = float(body[name])
     if "stream_options" in body:
@@ -105,7 +107,7 @@ def image_url(part: dict[str, Any]) -> str | None:
 
 
 def is_call(call: Any) -> bool:
-    """A tool call of an earlier turn, whose arguments are an object or one in JSON."""
+    """Whether a value is an earlier turn's tool call, whose arguments are an object or its JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return False

@@ -1,6 +1,7 @@
-"""Whether a target gives a row the same bits, alone and among others: asked of the whole model.
+"""Does the whole target give a row the same bits, alone and among others?
 
-No proof by parts: attention, norms, recurrences and caches take part, as they do in a round.
+The whole model is compared, not its parts: attention, norms, recurrences and caches take part, as
+they do in a round.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -34,12 +35,12 @@ def unequal_widths(
     verifying: Verifying = as_it_is,
     depths: Collection[int] | None = None,
 ) -> dict[int, str]:
-    """The widths at which a verify forward differs from as many forwards over one row, and where.
+    """Find the widths at which a verify forward differs from as many one-row forwards, and where.
 
-    widths: rows of a verify forward, at least 2. verifying: the context of a verify forward over
-    so many rows, as `RowKernels.verifying`. Compared bit for bit, after contexts of `depths`
-    positions, on two texts of random tokens: all rows' logits, the caches, and the logits of two
-    rows more after half of the rows were taken back.
+    widths: rows of a verify forward, at least 2. verifying: the context manager around a verify
+    forward, as `RowKernels.verifying`. Compared bit for bit, after contexts of `depths` positions,
+    on two texts of random tokens: all rows' logits, the caches, and the logits of two more rows
+    after half of the rows were rolled back.
     """
     asked = sorted(set(widths))
     found: dict[int, str] = {}
@@ -68,7 +69,7 @@ def prefilled(target: Target, tokens: mx.array) -> list[Any]:
 
 
 class Compared:
-    """One text past one context, fed row by row as far as it is asked for."""
+    """One text after one context, fed row by row on demand."""
 
     def __init__(
         self, target: Target, cache: list[Any], tokens: mx.array, verifying: Verifying
@@ -79,13 +80,13 @@ class Compared:
         self.rows: list[mx.array] = []  # logits [V] of each row that was fed alone
 
     def feed(self, rows: int) -> None:
-        """As plain decoding does, until so many rows are fed."""
+        """Feed up to this many rows as plain decoding does."""
         while len(self.rows) < rows:
             self.rows.append(one_row(self.target, self.tokens[len(self.rows)], self.apart))
             mx.eval(self.rows[-1], [c.state for c in self.apart])
 
     def at(self, width: int) -> str:
-        """What differs at this many rows, or ""; widths must not fall."""
+        """What differs at this many rows, or ""; widths must not decrease from call to call."""
         self.feed(width)
         cache = deepcopy(self.cache)
         rollback, drafted = Rollback(cache, self.target.model), self.tokens[:width]
@@ -110,7 +111,7 @@ def one_row(target: Target, token: mx.array, cache: list[Any]) -> mx.array:
 
 
 def same_states(a: list[Any], b: list[Any]) -> bool:
-    """Of the caches whose rows lie in the same places however they came."""
+    """Compare caches whose rows lie in the same places however they were fed."""
     pairs = [
         (x, y)
         for one, other in zip(leaves(a), leaves(b), strict=True)
@@ -121,16 +122,16 @@ def same_states(a: list[Any], b: list[Any]) -> bool:
 
 
 def differing_widths(target: Target, widths: Iterable[int]) -> frozenset[int]:
-    """The widths at which an optimised BLAS gives a row of the target other bits than alone. The
-    context is shorter than any window."""
+    """Find the widths at which an optimised BLAS changes a row's bits. The context is shorter than
+    any window."""
     return (
         frozenset(unequal_widths(target, widths, depths=(16,))) if blas_differs() else frozenset()
     )
 
 
 def blas_differs() -> bool:
-    """Whether a product of several rows has other bits than its rows alone. The BLAS of MLX's wheel
-    does not look at the rows beside a row, whatever else a model does with several."""
+    """Whether a product of several rows has other bits than its rows alone. In the BLAS of MLX's
+    wheel a row's bits don't depend on the rows beside it."""
     key = mx.random.key(0)
     x, weight = mx.random.normal((16, 300), key=key), mx.random.normal((77, 300), key=key)
     alone = mx.concatenate([row @ weight.T for row in x.split(16)])

@@ -1,4 +1,4 @@
-"""What a target's folder is, read from its config and the headers of its weights."""
+"""Facts about a target's folder, from its config and the headers of its weights."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_head
 
 
 def is_target(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a model that mlx-lm runs."""
+    """Whether a config.json describes a model that mlx-lm runs."""
     kind = config.get("model_type")
     module = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else ""
     if not module.isidentifier() or DRAFTERS_OWN & config.keys():

@@ -1,4 +1,4 @@
-"""mlx-lm's quantised KV caches, at the very step at which plain decoding starts to use them."""
+"""mlx-lm's quantised KV caches, started at exactly the step at which plain decoding starts them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,8 @@ class KVQuantization:
             )
 
     def check_model(self, model: nn.Module, max_kv_size: int | None) -> None:
-        """`InputError` before any forward where this model's caches can't be quantised so: one over
-        a token is built, for the sizes of its heads, and not run."""
+        """Raise `InputError` if this model's caches can't be quantised so. A forward over one token
+        is built, which tells the sizes of the heads, and never run."""
         if self.bits is None:
             return
         cache = make_prompt_cache(model, max_kv_size)
@@ -47,8 +47,8 @@ class KVQuantization:
             )
 
     def apply(self, cache: list[Any]) -> None:
-        """Quantise the caches in the list if it is time. Call it after a forward, as mlx-lm does,
-        and at no other time: rows that were there before the first forward stay as they are."""
+        """Quantise the caches in the list if it is time. Call this only after a forward, as mlx-lm
+        does: rows from before the first forward stay as they are."""
         try:
             maybe_quantize_kv_cache(cache, self.start, self.group_size, self.bits)
         except ValueError as error:
@@ -58,8 +58,8 @@ class KVQuantization:
             ) from error
 
     def width_limit(self, cache: list[Any], position: int) -> float:
-        """Rows that one forward may feed at this position, so that each of them sees caches as
-        plain decoding would have them."""
+        """Rows that one forward may feed at this position, so that each sees the caches as in plain
+        decoding."""
         if self.bits is None or not any(isinstance(c, KVCache) for c in cache):
             return float("inf")
         return max(1, self.start - position)

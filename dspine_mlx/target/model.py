@@ -19,9 +19,10 @@ EMBEDDINGS = ("embed_tokens", "embeddings")
 
 
 class VerifyKernels(Protocol):
-    """What multiplies and attends in a verify forward.
+    """The products and attention of a verify forward.
 
-    width_limit: the rows it may have; digest: names what runs, "" where all is MLX's own.
+    width_limit: the most rows a verify forward may have; digest: identifies what runs, "" if all is
+    MLX's own.
     """
 
     @property
@@ -37,10 +38,10 @@ class VerifyKernels(Protocol):
         """Sentences for `doctor`."""
 
     def report(self) -> dict[str, Any]:
-        """For bug reports and health pages."""
+        """Facts for bug reports and health pages."""
 
     def verifying(self, rows: int) -> AbstractContextManager[None]:
-        """Around one forward over so many rows, of one text or of several."""
+        """Context for one forward over so many rows, of one text or of several."""
 
 
 class StockKernels:
@@ -65,10 +66,10 @@ class StockKernels:
 class Target:
     """An mlx-lm model as drafters see it.
 
-    layers: its decoder layers. embed(ids) -> [..., d]: the raw embedding, without any scale of the
-    model's own. head(states) -> [..., V]: the raw LM head, without soft-capping. hidden_size d,
+    layers: its decoder layers. embed(ids) -> [..., d]: the raw embedding, without the model's own
+    scale. head(states) -> [..., V]: the raw LM head, without soft-capping. hidden_size d,
     vocab_size V and dtype (of activations) are read off the embedding. The model is not changed.
-    verify_kernels: what runs in forwards that verify, and in no other.
+    verify_kernels: used in verify forwards only.
     """
 
     def __init__(self, model: nn.Module):
@@ -89,7 +90,7 @@ class Target:
         return self.lm_head.as_linear(states) if self.tied else self.lm_head(states)
 
     def head_rows(self, tokens: mx.array) -> mx.array:
-        """The LM head's rows of some tokens: [..., d], dequantised if need be."""
+        """The LM head's rows [..., d] of some tokens, dequantised if need be."""
         head = self.lm_head
         if "scales" not in head:
             return head.weight[tokens]
@@ -104,7 +105,7 @@ class Target:
         )
 
     def with_head_rows(self, tokens: mx.array) -> "Target":
-        """The same target, whose head is a copy of some tokens' rows, packed as they are."""
+        """The same target with a smaller head: a copy of some tokens' rows, packed as they are."""
         other, other.lm_head = copy(self), copy(self.lm_head)
         for name in ("weight", "scales", "biases", "bias"):
             if isinstance(other.lm_head.get(name), mx.array):
@@ -117,8 +118,8 @@ class Target:
         return other
 
     def head_lookup(self, tokens: mx.array) -> Lookup:
-        """The LM head's rows of some tokens, to be read where they are; of a packing that can't be
-        read by rows, a copy of them."""
+        """The LM head's rows of some tokens, to be read in place; a copy of them if the packing
+        can't be read by rows."""
         head = self.lm_head
         if "scales" not in head:
             return Lookup(tokens, head.weight)
@@ -130,8 +131,8 @@ class Target:
 
     @contextmanager
     def taps(self, ids: tuple[int, ...], eager_taps: bool = False) -> Iterator[None]:
-        """Within the block, layers `ids` also record their output; `eager_taps` sends each tapped
-        layer off to the device as soon as it is built.
+        """Record the output of layers `ids` within the block. `eager_taps` sends each tapped layer
+        off to the device as soon as it is built.
 
         A layer's class is swapped for a recording subclass and swapped back on every exit, so
         logits are bit-identical and the parameter tree never changes.
@@ -152,18 +153,21 @@ class Target:
     def forward(
         self, tokens: mx.array, cache: list[Any], ids: tuple[int, ...], eager_taps: bool = False
     ) -> tuple[mx.array, mx.array]:
-        """One forward over tokens [n]: logits [n, V] and features [1, n, m*d] of the m taps.
+        """Run one forward over tokens [n]: logits [n, V] and features [1, n, m*d] of the m taps.
+        Tokens [B, n] of several texts give logits [B, n, V] and features [B, n, m*d].
 
         eager_taps: send each tapped layer off as soon as it is built, so that an idle device
         starts while the host still builds the layers after it.
         """
+        several = tokens.ndim == 2
         with self.taps(ids, eager_taps):
-            logits = self.model(tokens[None], cache=cache)
-        return logits[0], self._tapped.features([self.layers[i] for i in ids])
+            logits = self.model(tokens if several else tokens[None], cache=cache)
+        features = self._tapped.features([self.layers[i] for i in ids])
+        return logits if several else logits[0], features
 
     def states(self, tokens: mx.array, ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-        """Without a cache, of tokens [S, n]: the normalised last states [S, n, d], which `head`
-        turns into logits, and the features [S, n, m*d] of the taps."""
+        """Run tokens [S, n] without a cache. Returns the normalised last states [S, n, d], which
+        `head` turns into logits, and the features [S, n, m*d] of the taps."""
         with self.taps(ids):
             states = self.body(tokens)
         return states, self._tapped.features([self.layers[i] for i in ids])
@@ -182,14 +186,14 @@ class Tapped:
             mx.async_eval(states)
 
     def features(self, layers: list[nn.Module]) -> mx.array:
-        """The layers' outputs side by side; nothing is kept."""
+        """Concatenate the layers' outputs and let go of them."""
         features = mx.concatenate([self.rows[id(layer)] for layer in layers], axis=-1)
         self.rows.clear()
         return features
 
 
 def recording(cls: type[nn.Module], tapped: Tapped) -> type[nn.Module]:
-    """A subclass of a decoder layer whose output is also added to what is tapped."""
+    """A subclass of a decoder layer that also adds its output to `tapped`."""
 
     class Recording(cls):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

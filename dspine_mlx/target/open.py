@@ -1,4 +1,4 @@
-"""Opening a target: mlx-lm's load, for folders that nobody vouches for."""
+"""Opening a target: mlx-lm's load, for untrusted folders."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ from dspine_mlx.errors import InputError
 
 
 def open_target(folder: Path, name: str, **options: Any) -> tuple[nn.Module, TokenizerWrapper]:
-    """A model of mlx-lm's that can be called, and its tokenizer; options are mlx_lm.load's.
+    """Load an mlx-lm model, checked by a call, and its tokenizer; options are mlx_lm.load's.
 
-    name: what the user calls the folder. A forward over one token is built and not run: it finds
-    values that no constructor looks at, such as a norm's epsilon that is a string.
+    name: what the user calls the folder. A forward over one token is built, not run. It finds
+    values that no constructor looks at, such as a string for a norm's epsilon.
     """
     with opening(name):
         model, tokenizer = mlx_lm.load(str(folder), **options)
@@ -28,10 +28,10 @@ def open_target(folder: Path, name: str, **options: Any) -> tuple[nn.Module, Tok
 
 @contextmanager
 def opening(name: str) -> Iterator[None]:
-    """Whatever mlx-lm or transformers raise of a folder is an `InputError` that names it.
+    """Turn whatever mlx-lm or transformers raise into an `InputError` that names the folder.
 
-    The error's kind says nothing about whose fault it is: no heads are a ZeroDivisionError, a key
-    too few is a TypeError, an unknown tool parser a ModuleNotFoundError.
+    The exception's type does not show whose fault it is: zero heads raise ZeroDivisionError, a
+    missing key TypeError, an unknown tool parser ModuleNotFoundError.
     """
     try:
         yield

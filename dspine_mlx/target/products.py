@@ -1,4 +1,4 @@
-"""Who may multiply the rows of a verify forward: MLX, or a kernel of `dspine_mlx.metal`."""
+"""Products for the rows of a verify forward: MLX's own, or a kernel of `dspine_mlx.metal`."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ class Product(Protocol):
     def __call__(self, x: mx.array, matrix: Matrix) -> mx.array: ...
 
     def limits(self, x: mx.array, matrix: Matrix) -> str | None:
-        """Why it does not serve these arguments, or None."""
+        """Why this product does not serve these arguments, or None."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """The weight unpacked once for all rows, then one product: for a CPU, where MLX unpacks it for
+    """The weight unpacked once for all rows, then one product. For CPUs, where MLX unpacks it for
     each row."""
 
     def __call__(self, x: mx.array, matrix: Matrix) -> mx.array:
@@ -67,7 +67,7 @@ NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def name(product: Product) -> str:
-    """As reports show it: "tile 4x8"."""
+    """The product's name in reports, such as "tile 4x8"."""
     kind = NAMES[type(product)]
     if isinstance(product, Tile):
         return f"{kind} {product.tiles}x{product.split}"
@@ -81,7 +81,7 @@ def to_dict(product: Product) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Product:
-    """ValueError, KeyError or TypeError where data is no product."""
+    """Read a product from JSON; ValueError, KeyError or TypeError if it is none."""
     fields = dict(data)
     kind = KINDS[fields.pop("kernel")]
     if kind is Exact:

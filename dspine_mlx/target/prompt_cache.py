@@ -1,7 +1,7 @@
-"""Prefix reuse: a prompt is prefilled only from where it is new, also on targets that can't trim.
+"""Prefix reuse: only the new part of a prompt is prefilled, even on targets that can't trim.
 
-A recurrent state or a wrapped window can't be taken back to the tokens that two prompts share, so
-copies are kept at places where a later prompt is likely to part from this one: the ends of turns.
+A recurrent state or a wrapped window can't be rolled back to the prefix of two prompts. So copies
+are kept where a later prompt is likely to diverge from this one: at the ends of turns.
 """
 
 import copy
@@ -19,15 +19,15 @@ from mlx_lm.models.cache import (
 
 from dspine_mlx.target.rollback import leaves
 
-# Caches that can't be taken back to any prefix.
+# Caches that can't be rolled back to any prefix.
 PARTLY_TRIMMED = (ArraysCache, ChunkedKVCache, RotatingKVCache)
 
 
 class SlidChunk(ChunkedKVCache):
     """A stored chunked cache that has given up its first rows.
 
-    `ChunkedKVCache` says that it can be trimmed, and then gives back fewer rows than it is asked
-    for, or leaves too few for the tokens before. mlx-lm's prompt cache does not look at that.
+    `ChunkedKVCache` claims to be trimmable, but then trims fewer rows than it is asked for, or
+    leaves too few for the tokens before. mlx-lm's prompt cache does not check.
     """
 
     def is_trimmable(self) -> bool:
@@ -35,7 +35,7 @@ class SlidChunk(ChunkedKVCache):
 
 
 def stored(cache: Any) -> Any:
-    """A cache as an entry keeps it: one that says truly whether it can be trimmed."""
+    """A cache as an entry keeps it: its claim to be trimmable is true."""
     if type(cache) is CacheList:
         return CacheList(*map(stored, cache.caches))
     if type(cache) is not ChunkedKVCache or cache.start_position == 0:
@@ -46,7 +46,7 @@ def stored(cache: Any) -> Any:
 
 
 def restored(cache: Any) -> Any:
-    """A copy of an entry's cache, as the model takes it."""
+    """Copy an entry's cache into the class that the model takes."""
     if type(cache) is CacheList:
         return CacheList(*map(restored, cache.caches))
     if type(cache) is not SlidChunk:
@@ -57,7 +57,7 @@ def restored(cache: Any) -> Any:
 
 
 class PromptCaches(LRUPromptCache):
-    """mlx_lm.server's cache of prompts (`max_size` entries, `max_bytes` in all), plus turn ends.
+    """mlx_lm.server's prompt cache (`max_size` entries, `max_bytes` in all), plus turn ends.
 
         caches = PromptCaches(max_bytes=4 << 30)
         cache, rest = caches.fetch_nearest_cache(key, tokens)
@@ -68,7 +68,7 @@ class PromptCaches(LRUPromptCache):
             ...
         caches.insert_cache(key, tokens + reply, cache)
 
-    key names the model (and drafter) that the caches are of; tokens are lists of ints. A copy of a
+    key names the model (and drafter) of the caches; tokens are lists of ints. A copy of a
     cache shares its arrays until one of the two is written to.
     """
 
@@ -94,9 +94,9 @@ class PromptCaches(LRUPromptCache):
     def checkpoints(
         self, model: Any, tokens: list[int], rest: list[int], stops: Collection[int]
     ) -> dict[int, Callable[[list[Any]], None]]:
-        """For `stream_generate(prompt_checkpoints=...)`: the ends of the first turn (what other
-        conversations share) and of the last one (what survives when a template rewrites the
-        reply, as those of thinking models do), as far as they lie in rest."""
+        """Checkpoints for `stream_generate(prompt_checkpoints=...)`, as far as they lie in rest:
+        the ends of the first turn, which other conversations share, and of the last one, which
+        survives when a template rewrites the reply, as those of thinking models do."""
         ends = [i for i, token in enumerate(tokens[:-1], 1) if token in stops]
         done = len(tokens) - len(rest)
         return {
@@ -106,6 +106,7 @@ class PromptCaches(LRUPromptCache):
         }
 
     def keep(self, model: Any, tokens: list[int], kind: str, cache: list[Any]) -> None:
-        """A copy of the caches under these tokens, if they can't be trimmed from a longer entry."""
+        """Store a copy of the caches under these tokens, if they can't be trimmed from a longer
+        entry."""
         if any(type(c) in PARTLY_TRIMMED for c in leaves(cache)):
             self.insert_cache(model, tokens, copy.deepcopy(cache), cache_type=kind)

@@ -1,7 +1,7 @@
 """Which product multiplies how many rows: settled by a race on the user's machine.
 
-Right before fast: a candidate whose values are off, or vary from call to call, is out, whatever
-its time. One that the driver refuses is out, too. What is not raced is MLX's.
+Correctness comes first: a candidate whose values are off, or vary between calls, is out whatever
+its time. So is one that the driver refuses. What is not raced is left to MLX.
 """
 
 import time
@@ -18,20 +18,20 @@ from dspine_mlx.metal.rows_exact import CUTS, Exact, Form, apart, exact_limits, 
 from dspine_mlx.target.products import APART, STOCK, UNPACKED, Product, name
 
 MODES = ("auto", "exact", "off")
-GAIN = 0.97  # of stock's time: what is less is noise, and a tie goes to the better bits
+GAIN = 0.97  # of stock's time: a smaller gain is noise, and a tie goes to the better bits
 STEADY = 0.75  # of the repeats in which a candidate must be that much faster
 REPEATS = 5
-HOPELESS = 2.0  # times stock's in the first repeat: not repeated
+HOPELESS = 2.0  # times stock's time in the first repeat: not repeated
 CHECKED = 4  # layers of a shape on which values are compared
-TIMED_BYTES = 1 << 27  # weights multiplied in turn: more than a cache holds
-SLACK = 2e-5  # of the largest value: how far two orders of a long sum in float32 may be apart
+TIMED_BYTES = 1 << 27  # bytes of weights multiplied in turn: more than a cache holds
+SLACK = 2e-5  # of the largest value: difference between two orders of a long float32 sum
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which candidates there are.
+    """The facts that decide which candidates there are.
 
-    architecture: MLX's name of the chip ("applegpu_g14s"), or of a CPU. differing: on a CPU, the
+    architecture: MLX's name for the chip ("applegpu_g14s"), or of a CPU. differing: on a CPU, the
     numbers of rows at which MLX gives one of them other bits than alone, as an optimised BLAS does.
     """
 
@@ -46,7 +46,7 @@ class Machine:
 
     @property
     def generation(self) -> int:
-        """13 for the M1, 17 for the M5; 0 for what is no Apple GPU."""
+        """Apple GPU generation: 13 for the M1, 17 for the M5; 0 for anything else."""
         digits = self.architecture.removeprefix("applegpu_g")[:2]
         return int(digits) if self.metal and digits.isdecimal() else 0
 
@@ -68,8 +68,8 @@ class Race:
 
     mode "auto": a candidate's error against float32 is at most twice stock's, and the fastest
     wins; where two are within 3 %, one with plain decoding's bits, then stock. "exact": only
-    products with the bits of MLX's product of one row take part. "off": none does. On the M5 and
-    later, MLX has better kernels for several rows, so "auto" leaves them to it unless `newest`.
+    products with the bits of MLX's product of one row take part. "off": nothing is raced. On the M5
+    and later, MLX has better kernels for several rows, so "auto" leaves them to it unless `newest`.
     """
 
     def __init__(
@@ -100,11 +100,12 @@ class Race:
 
     @property
     def baseline(self) -> Product:
-        """What is right by definition: MLX's product of all rows, or in exact mode of each."""
+        """The product that is correct by definition: MLX's for all rows, or in exact mode for
+        each."""
         return APART if self.mode == "exact" else STOCK
 
     def verdict(self, matrices: Sequence[Matrix], rows: int, dtype: mx.Dtype) -> Verdict:
-        """For layers of one shape, the target's own, given `rows` rows of a dtype."""
+        """Race for layers of one shape, the target's own, with `rows` rows of a dtype."""
         if self.idle:
             return Verdict(STOCK, self.idle)
         x = mx.random.normal((rows, matrices[0].shape[1]), key=mx.random.key(rows)).astype(dtype)
@@ -126,7 +127,7 @@ class Race:
         if exact_limits(x, matrix) is None:
             form = self.form(matrix, x)
             if form is None and self.mode == "auto":
-                form = forms(matrix)[0]  # right, if not exact: it takes part as any other
+                form = forms(matrix)[0]  # correct if not exact: it takes part like any other
             products += [Exact(form, *cut) for cut in CUTS] if form else []
         if self.mode == "auto":
             cuts = tile_cuts(matrix.shape[0])
@@ -136,8 +137,8 @@ class Race:
     def form(self, matrix: Matrix, x: mx.array) -> Form | None:
         """The form with the bits of MLX's product of one row, or None; found once per packing.
 
-        It is settled in float32, where a wrong one shows in most values: rounding to bfloat16
-        hides it in all but a few.
+        It is found in float32, where a wrong form shows in most values; rounding to bfloat16 hides
+        it in all but a few.
         """
         key = (matrix.bits, matrix.group_size, matrix.shape[1] % 512 == 0, x.dtype)
         if key not in self.forms:
@@ -159,8 +160,8 @@ class Race:
     def check(
         self, entrants: list[Product], x: mx.array, matrices: Sequence[Matrix]
     ) -> tuple[dict[Product, bool], list[str]]:
-        """Those whose values will do, and whether each has plain decoding's bits; and what was
-        wrong with the others."""
+        """Check values. Returns the products that pass, and whether each has plain decoding's bits;
+        and what was wrong with the others."""
         right: dict[Product, bool] = {}
         rejected = []
         wanted = [Wanted(x, matrix) for matrix in matrices]
@@ -188,7 +189,7 @@ class Race:
     def times(
         self, products: list[Product], x: mx.array, matrices: Sequence[Matrix]
     ) -> dict[Product, list[float]]:
-        """Seconds of one product, in interleaved repeats; of those that are not hopeless."""
+        """Time one product each, in interleaved repeats, of those that are not hopeless."""
         some = enough(matrices)
         seconds: dict[Product, list[float]] = {product: [] for product in products}
         for _ in range(REPEATS):
@@ -218,7 +219,7 @@ class Race:
 
 
 class Wanted:
-    """What a product of x and a matrix must be like."""
+    """The reference for products of x and a matrix."""
 
     def __init__(self, x: mx.array, matrix: Matrix):
         self.one_row = apart(x, matrix)
@@ -240,18 +241,19 @@ class Wanted:
 
 
 def plain(products: Collection[Product]) -> Product:
-    """What all others are measured by: stock, or rows one by one where stock has other bits."""
+    """The product that others are measured against: stock, or rows one by one where stock has other
+    bits."""
     return STOCK if STOCK in products else APART
 
 
 def is_faster(seconds: list[float], than: list[float]) -> bool:
-    """By 3 % in the median, and in nearly all repeats: one that flaps is not."""
+    """Whether it is faster by 3 % in the median, and steadily: in three quarters of the repeats."""
     wins = sum(s < GAIN * t for s, t in zip(seconds, than, strict=True))
     return median(seconds) < GAIN * median(than) and wins >= STEADY * len(seconds)
 
 
 def same_bits(a: mx.array, b: mx.array, nan: bool = False) -> bool:
-    """Whether all values are equal. nan: and one NaN equals the other."""
+    """Whether all values are equal. nan: NaNs count as equal."""
     return mx.array_equal(a, b, equal_nan=nan).item()
 
 
@@ -259,14 +261,14 @@ def widened(matrix: Matrix) -> Matrix:
     """The same weights for rows of float32."""
     if matrix.scales is None:
         return Matrix(matrix.weight.astype(mx.float32))
-    if matrix.biases is None:  # scales are small floats whatever the rows are
+    if matrix.biases is None:  # scales are small floats, whatever the rows' dtype
         return matrix
     scales, biases = (a.astype(mx.float32) for a in (matrix.scales, matrix.biases))
     return matrix._replace(scales=scales, biases=biases)
 
 
 def enough(matrices: Sequence[Matrix]) -> list[Matrix]:
-    """As many matrices as no cache holds together, if there are that many."""
+    """The first matrices that together exceed any cache, or all if they don't."""
     some, size = [], 0
     for matrix in matrices:
         some.append(matrix)

@@ -1,10 +1,10 @@
-"""What the recurrent layers of one verify forward were fed, so that a prefix of it can be replayed.
+"""Recording the inputs of recurrent layers in a verify forward, to replay a prefix of it.
 
 A recurrent state after r of n rows follows from the state before and the first r rows that went
-into the recurrence; a convolution's window after r rows is a slice of its input. Both inputs are
-linear in n, where one copy of a gated delta state per row is not affordable (the replay of
-ReplaySSM, as the DSpine paper arXiv:2609.36173 uses it). No layer's body is copied: the very code
-of mlx-lm's mixers runs with a recorder in the place of the function they call.
+into the recurrence. A convolution's window after r rows is a slice of its input. Both inputs are
+linear in n, whereas one copy of a gated delta state per row would be too large (the replay of
+ReplaySSM, as the DSpine paper arXiv:2609.36173 uses it). No layer's body is copied: mlx-lm's own
+mixer code runs, with a recorder in place of the function it calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ CONSTANTS = ("A_log", "D", "dt_bias", "state")  # their other arrays, the same f
 
 
 class Call:
-    """One call of a recurrence: its arguments, those of them with a row per token, its state."""
+    """One call of a recurrence: its arguments, which of them have a row per token, its state."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Call:
         self.per_token, self.state = per_token, state
 
     def state_after(self, rows: int) -> mx.array:
-        """The recurrence alone, over the first `rows` rows."""
+        """Run only the recurrence, over the first `rows` rows."""
         first = {
             name: value[:, :rows]
             for name, value in self.arguments.items()
@@ -50,7 +50,7 @@ class Call:
 
 
 class Window:
-    """A causal convolution's input [B, width + n, C]: the window before, then the n new rows."""
+    """A causal convolution's input [B, width + n, C]: the old window, then the n new rows."""
 
     def __init__(self, inputs: mx.array, width: int):
         self.inputs, self.width = inputs, width
@@ -60,9 +60,9 @@ class Window:
 
 
 class Record:
-    """What one forward fed to the layer of one recurrent cache.
+    """Inputs of the layer of one recurrent cache, in one forward.
 
-    complete: every slot of the cache is explained by a recorded recurrence or convolution.
+    complete: a recorded recurrence or convolution explains every slot of the cache.
     """
 
     def __init__(self, cache: ArraysCache):
@@ -77,8 +77,8 @@ class Record:
         return self.fed > 0
 
     def close(self, rows: int) -> None:
-        """Match the slots, after the forward over rows: a recurrence's by the very array it
-        returned, the others with the convolutions, in the order of their calls."""
+        """Match the slots after the forward over rows. A recurrence's slot is the array it
+        returned; the others are matched with the convolutions, in the order of their calls."""
         convolutions = iter(self.convolutions)
         for state in self.cache.cache:
             call = next((c for c in self.calls if c.state is state), None)
@@ -107,9 +107,9 @@ class Record:
 class Recorder:
     """Records the recurrent layers of a model, layer by layer, while `recording`.
 
-    Classes of mixers and of their convolutions are swapped for recording subclasses, as
-    `Target.taps` does it, and swapped back on every exit. No function of a module is replaced, so
-    other models, and other generators between their forwards, see nothing of it.
+    Classes of mixers and of their convolutions are swapped for recording subclasses, as in
+    `Target.taps`, and swapped back on every exit. No function of a module is replaced, so other
+    models, and other generators between forwards, are not affected.
     """
 
     def __init__(self, model: nn.Module):
@@ -129,7 +129,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, records: list[Record], rows: int) -> Iterator[None]:
-        """Around one forward over some rows; closes the records unless it raises."""
+        """Context for one forward over some rows; closes the records unless it raises."""
         self.records = {id(record.cache): record for record in records}
         classes = [type(module) for module, _ in self.swaps]
         try:
@@ -144,8 +144,8 @@ class Recorder:
             record.close(rows)
 
     def explains(self, records: list[Record]) -> bool:
-        """Whether the states can be replayed from the records. The first records have to prove it:
-        a model that stores its states in an order not foreseen here is found out."""
+        """Whether the states can be replayed from the records. The first records must prove it,
+        which detects a model that stores its states in another order."""
         if not all(record.complete for record in records):
             return False
         if self.proven is None:
@@ -153,7 +153,7 @@ class Recorder:
         return self.proven
 
     def mixer(self, cls: type[nn.Module]) -> type[nn.Module]:
-        """A mixer that names the cache it works on and whose methods call recorded recurrences."""
+        """A mixer subclass that tells which cache it works on and calls recorded recurrences."""
         recorder = self
         methods = {name: getattr_static(cls, name) for name in dir(cls)}
         own = {name: self.rebound(m) for name, m in methods.items() if calls_recurrence(m)}
@@ -170,7 +170,7 @@ class Recorder:
         return type(cls.__name__, (cls,), own | {"__call__": call})
 
     def rebound(self, method: FunctionType) -> FunctionType:
-        """The method's code, with recorders under the names of the recurrences it calls."""
+        """The method's code, with recorders in place of the recurrences it calls."""
         names = method.__globals__
         recorders = {
             n: self.recurrence(names[n], rows) for n, rows in RECURRENCES.items() if n in names
@@ -205,7 +205,7 @@ class Recorder:
 
 
 def fits(inputs: mx.array, state: mx.array | None, rows: int) -> bool:
-    """Whether the state can be the newest rows of a convolution's input."""
+    """Whether the state may be the newest rows of a convolution's input."""
     if state is None or state.ndim != 3:
         return False
     width = state.shape[1]
@@ -213,7 +213,7 @@ def fits(inputs: mx.array, state: mx.array | None, rows: int) -> bool:
 
 
 def rebound(method: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """A method's code with other objects under some of its module's names."""
+    """A method's code with some of its module's names bound to other objects."""
     bound = FunctionType(
         method.__code__,
         method.__globals__ | names,

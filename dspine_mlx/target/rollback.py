@@ -1,8 +1,7 @@
-"""Rollback: the target's caches back to the accepted prefix of a verify forward.
+"""Rollback: returning the target's caches to the accepted prefix of a verify forward.
 
-Rows of a KV cache are trimmed and rows of a window are sliced off. Recurrent states can't be taken
-apart: they are computed again from what the verify forward recorded, in
-`dspine_mlx.target.recurrent`.
+Rows of a KV cache are trimmed and rows of a window are sliced off. Recurrent states are recomputed
+from what the verify forward recorded, in `dspine_mlx.target.recurrent`.
 """
 
 from collections.abc import Iterator
@@ -43,11 +42,11 @@ class KVMark:
 class WindowMark(KVMark):
     """A rotating cache, wrapped or not. Its own trim moves counters only.
 
-    After an update of several rows the buffer is in time order and holds up to max_size - 1 rows
-    besides the new ones, so the window of the rows that stay is complete. That update makes new
-    arrays, so the old ones are held for the price of a reference. A single row is written over the
-    oldest one, which no later row sees: there, moving the counters is right, and a reference held
-    would make MLX copy the whole window.
+    After an update of several rows, the buffer is in time order and holds up to max_size - 1 rows
+    besides the new ones, so the window of the remaining rows is complete. Such an update makes new
+    arrays, so keeping the old ones costs only a reference. A single row overwrites the oldest one,
+    which no later row sees. There, moving the counters is correct, and a reference would make MLX
+    copy the whole window.
     """
 
     def __init__(self, cache: RotatingKVCache):
@@ -55,7 +54,7 @@ class WindowMark(KVMark):
         self.before: tuple[Any, ...] | None = None
 
     def snapshot(self) -> None:
-        """Before an update of several rows."""
+        """Keep the arrays before an update of several rows."""
         cache = self.cache
         self.before = cache.keys, cache.values, cache.offset, cache._idx
 
@@ -105,12 +104,11 @@ class Rollback:
     """`checkpoint` before a verify forward, the forward inside `verifying`, `accept(rows)` after.
 
     accept keeps the first `rows` of the rows fed since the checkpoint. It may be called again with
-    fewer rows, as long as no other forward has run. Outside of `verifying`, as in prefill and plain
-    decoding, nothing is recorded, and all rows of a forward or none can be kept.
+    fewer rows until another forward runs. Outside `verifying`, as in prefill and plain decoding,
+    nothing is recorded, and only all rows of a forward or none can be kept.
 
-    A recurrent layer that no record explains (see `Record`) goes back by a second forward of the
-    target over the accepted tokens, which costs a round that is not fully accepted about
-    T(accepted) more.
+    If no record explains a recurrent layer (see `Record`), a second forward of the target runs over
+    the accepted tokens. A round that is not fully accepted then costs about T(accepted) more.
     """
 
     def __init__(self, cache: list[Any], model: nn.Module):
@@ -128,7 +126,7 @@ class Rollback:
 
     @property
     def position(self) -> int:
-        """Tokens in the caches at the last checkpoint, or 0 if none of the caches counts them."""
+        """Tokens in the caches at the last checkpoint, or 0 if no cache counts them."""
         return max((m.offset for m in self.marks if isinstance(m, KVMark)), default=0)
 
     @property
@@ -140,13 +138,13 @@ class Rollback:
         self.tokens = mx.array([], mx.uint32)  # of the verify forward since then
 
     def advance(self) -> None:
-        """Plain decoding: the single row fed since the checkpoint belongs to the text, and the
-        checkpoint moves behind it."""
+        """Move the checkpoint past the single row fed since, in plain decoding: it belongs to the
+        text."""
         for mark in self.marks:
             mark.advance_one()
 
     def feeding(self, rows: int) -> None:
-        """Before a forward over so many rows."""
+        """Prepare the caches for a forward over so many rows."""
         if rows > 1:
             for mark in self.marks:
                 if isinstance(mark, WindowMark):
@@ -154,7 +152,7 @@ class Rollback:
 
     @contextmanager
     def verifying(self, tokens: mx.array) -> Iterator[None]:
-        """Around the target's forward over tokens [n], of which a prefix will be accepted."""
+        """Context for the target's forward over tokens [n], of which a prefix will be accepted."""
         self.feeding(tokens.size)
         with ExitStack() as stack:
             for cache in leaves(self.cache):
@@ -183,7 +181,7 @@ class Rollback:
 
 
 def leaves(cache: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
-    """All caches, with the members of a CacheList in place of the list."""
+    """Iterate over all caches, with the members of a CacheList in place of the list."""
     for c in cache:
         if type(c) is CacheList:
             yield from leaves(c.caches)
@@ -192,7 +190,7 @@ def leaves(cache: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
 
 
 class Sinks(RotatingKVCache):
-    """A rotating cache that keeps its first rows for ever, with the mask that this means.
+    """A rotating cache that keeps its first rows for ever, with the right mask.
 
     Row i of several sees what it would see if fed alone: the `keep` rows and the newest of the
     others, max_size in all. mlx-lm's mask for several rows hides kept rows from all but the first.

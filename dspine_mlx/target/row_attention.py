@@ -1,7 +1,7 @@
-"""Attention of a verify forward's rows by another function than MLX's, in verifying forwards only.
+"""Replacing MLX's attention for the rows of verify forwards, and only there.
 
-The layers' own code runs, with that function under the name of mlx-lm's: no function of a module is
-replaced, so other models and other forwards see nothing of it.
+The layers' own code runs, with mlx-lm's function name bound to another function. No function of a
+module is replaced, so other models and other forwards are not affected.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,8 @@ class RowAttention:
 
     @contextmanager
     def verifying(self, rows: int) -> Iterator[None]:
-        """Around one forward over so many rows. One is plain decoding, and nothing is swapped."""
+        """Context for one forward over so many rows. One row is plain decoding: nothing is
+        swapped."""
         swaps = self.swaps if rows > 1 else []
         classes = [type(module) for module, _ in swaps]
         try:
@@ -78,10 +79,11 @@ def apart(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Each row by plain decoding's own call, to the keys it sees: its bits in any version of MLX.
+    """Attend row by row, by plain decoding's own call on the keys it sees: its bits in any version
+    of MLX.
 
     queries [B, heads, L, D]; keys, values [B, H, S, D], or the three arrays of a quantised cache.
-    Where the mask is no plain causal one, MLX takes all rows at once.
+    If the mask is not plainly causal, MLX takes all rows at once.
     """
     rows = queries.shape[2]
     rest = {} if sinks is None else {"sinks": sinks}

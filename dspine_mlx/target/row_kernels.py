@@ -37,11 +37,12 @@ EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
 
 
 class RowKernels:
-    """The verdicts on a target's shapes, and the swap that heeds them.
+    """The verdicts on a target's shapes, and the class swap that applies them.
 
     shapes: the target's linear layers by shape; the LM head's is among them, tied or not. verdicts:
-    by shape and number of rows. In exact mode, rows also attend one by one, and `check` asks the
-    whole target which widths have plain decoding's bits: unequal names the others, and where.
+    by shape and number of rows. In exact mode, rows also attend one by one, and `check` tests on
+    the whole target which widths have plain decoding's bits. unequal: the other widths, and where
+    they differ.
     """
 
     def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
@@ -64,8 +65,8 @@ class RowKernels:
         self.arrange()
 
     def settle(self, widths: Iterable[int], seconds: float | None = None) -> None:
-        """Race each shape at each number of rows that has no verdict yet, the coarse steps of
-        widths first, until the time is up. What is not raced is stock's."""
+        """Race each shape at each number of rows without a verdict, the coarse steps of widths
+        first, until the time is up. What is not raced is left to stock."""
         if self.race.idle:
             return
         asked = sorted({w for w in widths if 2 <= w <= MAX_ROWS}, key=lambda w: (-(w & -w), w))
@@ -89,9 +90,9 @@ class RowKernels:
         return any((shape, rows) not in self.verdicts for shape in self.shapes for rows in widths)
 
     def arrange(self) -> None:
-        """Make the classes that layers take on, by the number of rows of a forward. In exact mode
-        every layer takes one on, for a layer may be given fewer rows than the forward has; else
-        only those for which something is faster than stock."""
+        """Make the classes that layers switch to, by the number of rows of a forward. In exact mode
+        every layer switches, as a layer may get fewer rows than the forward has. Else only those
+        switch for which something is faster than stock."""
         self.swaps = {rows: [] for rows in range(2, MAX_ROWS + 1)}
         unsettled = APART if self.exact else STOCK
         for shape, layers in self.shapes.items():
@@ -104,9 +105,9 @@ class RowKernels:
 
     @contextmanager
     def verifying(self, rows: int) -> Iterator[None]:
-        """Around one forward over several rows, of one text or of several: linear layers multiply
-        as the race settled it for as many rows as they are given. One row is plain decoding, and
-        more than 32 are MLX's: nothing is swapped. Classes go back on every exit."""
+        """Context for one forward over several rows, of one text or of several. Linear layers
+        multiply as the race decided for the number of rows they get. One row is plain decoding, and
+        more than 32 are left to MLX: nothing is swapped. Every exit restores the classes."""
         swaps = self.swaps.get(rows, [])
         classes = [type(layer) for layer, _ in swaps]
         try:
@@ -119,8 +120,8 @@ class RowKernels:
                 layer.__class__ = cls
 
     def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
-        """In exact mode: compare verify forwards of these widths with as many forwards over one
-        row, bit for bit. Until a width has passed, it may not be verified."""
+        """In exact mode, compare verify forwards of these widths with as many one-row forwards, bit
+        for bit. A width may not be used until it has passed."""
         asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
         if asked:
             self.unequal |= unequal_widths(self.target, asked, self.verifying, depths)
@@ -128,8 +129,8 @@ class RowKernels:
 
     @property
     def width_limit(self) -> float:
-        """Rows that a verify forward may have: in exact mode as many as have passed the check, and
-        all fewer with them; 1: none, so the target decodes plainly."""
+        """The most rows a verify forward may have. In exact mode, all widths up to it have passed
+        the check; 1: the target decodes plainly."""
         if not self.exact:
             return math.inf
         passed = self.checked - set(self.unequal)
@@ -137,7 +138,7 @@ class RowKernels:
 
     @property
     def digest(self) -> str:
-        """Names what runs, for files of times that depend on it; "" where all is stock's."""
+        """Identifies what runs, for files of times that depend on it; "" if all is stock."""
         chosen = [
             [*shape, rows, to_dict(verdict.product)]
             for (shape, rows), verdict in sorted(self.verdicts.items(), key=lambda item: item[0])
@@ -169,7 +170,7 @@ class RowKernels:
         )
 
     def report(self) -> dict[str, Any]:
-        """For `report` and health pages: every verdict, and why none where there is none."""
+        """Facts for `report` and health pages: every verdict, or why there is none."""
         return {
             "mode": self.race.mode,
             "idle": self.race.idle,
@@ -198,8 +199,8 @@ class RowKernels:
 def prepare(
     target: Target, mode: str, widths: Iterable[int], folder: Path | None, newest: bool = False
 ) -> RowKernels:
-    """The kernels of a target whose verify forwards have these widths, raced and, in exact mode,
-    checked; verdicts are kept in a folder. newest: see `Race`.
+    """Race the kernels of a target whose verify forwards have these widths and, in exact mode,
+    check them. Verdicts are kept in a folder. newest: see `Race`.
 
     Without Metal, "auto" races an unpacked product at the widths at which an optimised BLAS gives
     other bits than plain decoding anyway.
@@ -208,7 +209,7 @@ def prepare(
     if mode == "auto" and not machine.metal and blas_differs():
         machine = replace(machine, differing=asked)
         kernels = RowKernels(target, Race(mode, machine), folder)
-        if kernels.lacks(asked):  # asking the target takes seconds
+        if kernels.lacks(asked):  # testing the target takes seconds
             machine = replace(machine, differing=differing_widths(target, asked))
     kernels = RowKernels(target, Race(mode, machine, newest=newest), folder)
     kernels.settle(asked)
@@ -224,7 +225,8 @@ def in_words(verdict: Verdict) -> str:
 
 
 def linear_layers(target: Target) -> list[nn.Module]:
-    """The decoder stack's, then the LM head: if tied, an embedding with `as_linear`."""
+    """Linear layers of the decoder stack, then the LM head: if tied, an embedding with
+    `as_linear`."""
     layers = [m for m in target.body.modules() if type(m) in LINEAR]
     head = target.lm_head
     if type(head) in (EMBEDDINGS if target.tied else LINEAR):
@@ -236,8 +238,8 @@ def linear_layers(target: Target) -> list[nn.Module]:
 def swapped(
     cls: type[nn.Module], products: dict[int, Product], unsettled: Product, dtype: mx.Dtype
 ) -> type[nn.Module]:
-    """A subclass of a linear layer, or of an embedding that is a head, which multiplies so many
-    rows by `products`, by `unsettled` where they say nothing."""
+    """A subclass of a linear layer, or of an embedding that is a head. It multiplies by the entry
+    of `products` for its number of rows, or by `unsettled` without one."""
     method = "as_linear" if issubclass(cls, EMBEDDINGS) else "__call__"
     base = getattr(cls, method)
 

@@ -1,4 +1,4 @@
-"""Verdicts of races on file, so that a machine races once."""
+"""Verdicts of races, kept on file so that a machine races once."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ TEXTS = ("rows_header", "rows_tile", "rows_exact_header", "rows_exact")
 
 
 class Shape(NamedTuple):
-    """What a verdict holds for, besides the number of rows. dtype: of the rows."""
+    """The layers that a verdict holds for, besides the number of rows. dtype: of the rows."""
 
     outputs: int
     columns: int
@@ -46,7 +46,8 @@ Verdicts = dict[tuple[Shape, int], Verdict]
 
 
 def kernels_key(race: Race) -> dict[str, Any]:
-    """What a verdict depends on: the machine, MLX, the kernels' text and the mode of the race."""
+    """Everything a verdict depends on: the machine, MLX, the kernels' source and the race's
+    mode."""
     device = mx.device_info()
     texts = "\0".join(map(source, TEXTS))
     return {
@@ -68,7 +69,7 @@ def path(folder: Path, key: dict[str, Any]) -> Path:
 
 
 def read(folder: Path, key: dict[str, Any]) -> Verdicts:
-    """What was settled under a key; nothing, if the file is absent, unreadable or of another."""
+    """Read the verdicts under a key; none if the file is absent, unreadable or of another key."""
     file = path(folder, key)
     if not file.exists():
         return {}
@@ -91,7 +92,7 @@ def entry(data: dict[str, Any]) -> tuple[tuple[Shape, int], Verdict]:
 
 
 def as_dict(shape: Shape, rows: int, verdict: Verdict) -> dict[str, Any]:
-    """For the file, and for reports."""
+    """A verdict as JSON, for the file and for reports."""
     return {
         "shape": shape._asdict(),
         "rows": rows,
@@ -104,7 +105,7 @@ def as_dict(shape: Shape, rows: int, verdict: Verdict) -> dict[str, Any]:
 
 
 def write(folder: Path, key: dict[str, Any], verdicts: Verdicts) -> None:
-    """Adds to what is on file under the key. A folder that can't be written costs a race."""
+    """Add to the file under the key. If the folder can't be written, the next load races again."""
     merged = read(folder, key) | verdicts
     entries = [as_dict(shape, rows, verdict) for (shape, rows), verdict in sorted_items(merged)]
     try:

@@ -1,4 +1,4 @@
-"""Batches: which sequences, which anchors, which draws, the same for a step in every run."""
+"""Batches: a step's sequences, anchors and draws, the same in every run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ROUND = 32  # sequences are padded to a multiple of this, to keep the shapes few
 
 
 def draw(sequences: list[Sequence], config: TrainConfig, step: int) -> list[Sequence]:
-    """The sequences of optimiser step `step`: epochs of all of them, each shuffled anew."""
+    """Sequences of optimiser step `step`: epochs over all of them, each shuffled anew."""
     count, picked = len(sequences), []
     for i in range(step * config.batch_size, (step + 1) * config.batch_size):
         picked.append(sequences[order(count, i // count, config.seed)[i % count]])
@@ -23,7 +23,7 @@ def draw(sequences: list[Sequence], config: TrainConfig, step: int) -> list[Sequ
 
 
 def draw_anchors(sequence: Sequence, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Up to count positions whose next token belongs to the answer, in order."""
+    """Draw up to count positions whose next token belongs to the answer, in order."""
     possible = np.arange(sequence.start - 1, len(sequence.tokens) - 1)
     if len(possible) <= count:
         return possible
@@ -42,14 +42,14 @@ class Blocks:
 def draw_blocks(
     sequence: Sequence, count: int, replacement: float, seed: list[int] | int
 ) -> Blocks:
-    """Up to count random blocks; replacement is each one's chance of true predecessors."""
+    """Draw up to count random blocks; replacement is each one's chance of true predecessors."""
     rng = np.random.default_rng(seed)
     anchors = draw_anchors(sequence, count, rng)
     return Blocks(sequence, anchors, rng.random(len(anchors)) < replacement)
 
 
 def assemble(blocks: list[Blocks], observe: Observe, slot_weights: np.ndarray) -> Batch:
-    """One forward's batch; slot_weights: [M]."""
+    """Assemble one forward's batch; slot_weights: [M]."""
     S, M = len(blocks), len(slot_weights)
     sequences = [b.sequence for b in blocks]
     A, n = max(len(b.anchors) for b in blocks), max(len(s.tokens) for s in sequences)

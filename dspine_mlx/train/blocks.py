@@ -1,8 +1,8 @@
 """All blocks of a batch in one forward, with the drafters' own parameters: each block sees the
 context strictly before its anchor, and itself.
 
-S sequences of n tokens, A blocks each, B slots a block of which M make proposals; proposal i of the
-block at anchor a (i = 0 .. M - 1) proposes token a + 1 + i, whose predecessor is token a + i.
+S sequences of n tokens, A blocks each, B slots per block of which M make proposals. Proposal i of
+the block at anchor a (i = 0 .. M - 1) proposes token a + 1 + i, whose predecessor is token a + i.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     features: mx.array  # [S, n, m*d] of the target's taps
     hidden: mx.array  # [S, n, d] the target's normalised last states: head(hidden) are its logits
     anchors: mx.array  # [S, A]
-    weights: mx.array  # [S, A, M] of the loss; 0 where nothing is to be learnt
+    weights: mx.array  # [S, A, M] of the loss; 0 where there is nothing to learn
     replaced: mx.array  # [S, A] bool: blocks whose first layers see the true predecessor
 
     def gather(self, rows: mx.array, shift: int) -> mx.array:
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class States(NamedTuple):
-    """Of the M proposals of every block: [S, A, M, d] each."""
+    """States of every block's M proposals: [S, A, M, d] each."""
 
     base: mx.array  # normalised, for the LM head
     refined: mx.array | None = None  # the same after the last injection with the true predecessor
@@ -51,7 +51,7 @@ class States(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What all layers share: the context rows, the anchors, and which keys a slot sees."""
+    """Data that all layers share: the context rows, the anchors, and which keys a slot sees."""
 
     rows: mx.array  # [S, n, d]
     anchors: mx.array  # [S, A]
@@ -60,7 +60,8 @@ class Context(NamedTuple):
 def forward(
     drafter: Drafter, batch: Batch, config: LossConfig, *, checkpoint: bool = False
 ) -> States:
-    """The states that `drafter.propose` reaches for each block, with the true tokens as context."""
+    """Compute the states that `drafter.propose` would reach for each block after the true
+    tokens."""
     network = drafter.network
     features = batch.features.astype(network.fc.weight.dtype)
     context = Context(network.context(features), batch.anchors)
@@ -73,7 +74,7 @@ Layer = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
 class Inputs(NamedTuple):
-    """What the layers of a forward start from."""
+    """Inputs of a forward's layers."""
 
     layers: list[Layer]
     h: mx.array  # [S, A, B, d]
@@ -90,7 +91,7 @@ def run(layer: DraftLayer, checkpoint: bool) -> Layer:
 
 
 def embed(drafter: Drafter, batch: Batch) -> mx.array:
-    """[anchor, mask, mask, ...] of every block, embedded: [S, A, B, d]."""
+    """Embed [anchor, mask, mask, ...] of every block: [S, A, B, d]."""
     S, A, M = batch.weights.shape
     masks = M - 1 + drafter.config.num_unused_slots
     anchors = batch.gather(batch.tokens, 0)[:, :, :1]
@@ -100,10 +101,10 @@ def embed(drafter: Drafter, batch: Batch) -> mx.array:
 
 
 def attend(attn: ContextAttention, x: mx.array, context: Context) -> mx.array:
-    """Attention of normalised block rows x [S, A, B, d] over their context and their own block.
+    """Attend from normalised block rows x [S, A, B, d] to their context and their own block.
 
-    The two parts are scored apart, so that no block is compared with another one's keys, and share
-    one softmax.
+    The two parts are scored separately, so that no block meets another block's keys, and share one
+    softmax.
     """
     S, A, B, _ = x.shape
     n, groups = context.rows.shape[1], attn.n_kv_heads
@@ -158,7 +159,8 @@ def context_bias(attn: ContextAttention, context: Context, B: int, rows: int) ->
 
 
 def softmax(attn: ContextAttention, scores: mx.array, B: int) -> mx.array:
-    """Over the keys of scores [S, A, groups, rows, keys], with the head's sink if it has one."""
+    """Softmax over the keys of scores [S, A, groups, rows, keys], with the head's sink if it has
+    one."""
     if "attention_sink_bias" not in attn:
         return mx.softmax(scores, axis=-1, precise=True)
     sinks = mx.repeat(attn.attention_sink_bias.reshape(attn.n_kv_heads, -1), B, axis=-1)

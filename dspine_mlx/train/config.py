@@ -11,11 +11,10 @@ Alignment = Literal["embedding", "token"]
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What a drafter is asked to learn.
+    """Constants of the loss.
 
-    The distribution loss of a slot is alpha CE + (1 - alpha) L1. alpha goes from ce_start to
-    ce_weight, straight, between the shares ce_hold and ce_end of the run; the papers keep it at
-    ce_weight.
+    The distribution loss of a slot is alpha CE + (1 - alpha) L1. alpha goes linearly from ce_start
+    to ce_weight between the shares ce_hold and ce_end of the run; the papers keep it at ce_weight.
     """
 
     ce_weight: float = 0.1  # alpha; DFlash: 1
@@ -32,11 +31,11 @@ class LossConfig:
     alignment_weight: float = 0.5  # beta, reached when the learning rate's warm-up ends
     replacement_layers: int = 3  # layers whose predecessor may be the true one
     replacement_probability: float = 0.5
-    replacement_hold_ratio: float = 1 / 6  # until here at that probability,
-    replacement_end_ratio: float = 1 / 3  # then down to 0 here
+    replacement_hold_ratio: float = 1 / 6  # at that probability until this share of the run,
+    replacement_end_ratio: float = 1 / 3  # then linearly down to 0 at this one
     confidence_weight: float = 1.0  # DSpark
     backbone_start: float = 1.0  # Domino: share of the backbone's own loss, which falls
-    backbone_ratio: float = 1.0  # to 0 in this share of the run
+    backbone_ratio: float = 1.0  # to 0 over this share of the run
     injection: bool = True  # False: the base states get no message (ablation)
     refinement: bool = True  # False: no loss on refined scores (ablation)
 
@@ -57,11 +56,11 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How it is taught."""
+    """Constants of the training loop."""
 
     steps: int = 2000
     batch_size: int = 8  # sequences per optimiser step
-    accumulation: int = 1  # forwards it is split into
+    accumulation: int = 1  # forwards that a step is split into
     num_anchors: int = 512  # blocks per sequence
     learning_rate: float = 6e-4
     warmup_ratio: float = 0.04
@@ -71,7 +70,7 @@ class TrainConfig:
     short_ratio: float = 0.5  # share of the run after which the whole block is trained
     max_length: int = 4096
     seed: int = 0
-    checkpoint_layers: bool = False  # compute the layers again in the backward pass, to save memory
+    checkpoint_layers: bool = False  # recompute the layers in the backward pass, to save memory
     logit_rows: int = 2048  # rows of full-vocabulary logits held at once
     save_every: int = 200
     evaluate_every: int = 200
@@ -89,7 +88,7 @@ class TrainConfig:
 
 
 def ramp(x: float, start: float, end: float, first: float, last: float) -> float:
-    """first until start, last from end on, straight in between."""
+    """Linear from `first` at `start` to `last` at `end`, clamped outside."""
     if x >= end:
         return last
     return first + (last - first) * max(0.0, x - start) / (end - start)

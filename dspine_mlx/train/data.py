@@ -21,9 +21,9 @@ Messages = tuple[dict[str, str], ...]
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages that end with an assistant's answer, or a text, and the line they are on.
+    """Messages that end with an assistant's answer, or a text, and their line number.
 
-    `whole`: the last one ends by itself; it was not cut at a limit of tokens.
+    `whole`: the last message ended by itself, not at a limit of tokens.
     """
 
     line: int
@@ -32,7 +32,7 @@ class Chat:
 
     @property
     def turns(self) -> list[int]:
-        """The messages that answer others."""
+        """Indices of the messages that are answers."""
         return [i for i, m in enumerate(self.messages) if i and m["role"] == "assistant"]
 
 
@@ -55,9 +55,9 @@ class BadLine(ValueError):
 
 
 def parse(line: int, text: str) -> Chat:
-    """A chat of one JSONL line: messages, conversations, prompt and completion, or text.
+    """Parse a chat from one JSONL line: messages, conversations, prompt and completion, or text.
 
-    What follows the last assistant turn is dropped.
+    Anything after the last assistant turn is dropped.
     """
     try:
         row = parse_json(text, "it")
@@ -112,7 +112,7 @@ class Problems:
 
 
 def read_chats(problems: Problems) -> Iterator[Chat]:
-    """The chats of a JSONL file; blank lines are ignored, lines that can't be used are noted."""
+    """Read the chats of a JSONL file; blank lines are ignored, unusable lines are noted."""
     for number, text in read_lines(problems):
         try:
             yield parse(number, text)
@@ -121,8 +121,8 @@ def read_chats(problems: Problems) -> Iterator[Chat]:
 
 
 def read_prompts(problems: Problems) -> Iterator[Chat]:
-    """Chats whose answers are to be written: those of `read_chats`, and prompts without an answer
-    as `bench` and `calibrate` take them, which get an empty one."""
+    """Read chats to write answers for: those of `read_chats`, and prompts as `bench` and
+    `calibrate` take them, which get an empty answer."""
     alone = problems.path.suffix != ".jsonl"  # a prompt per line
     for number, text in read_lines(problems):
         try:
@@ -140,7 +140,8 @@ def read_prompts(problems: Problems) -> Iterator[Chat]:
 
 
 def read_lines(problems: Problems) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1; blank ones are left out, others than UTF-8 are noted."""
+    """Read lines with their numbers, from 1; blank ones are left out, those not in UTF-8 are
+    noted."""
     path = problems.path
     if not path.is_file():
         raise InputError(f"there is no data file {path}; give a JSONL file of chats")
@@ -156,7 +157,7 @@ def read_lines(problems: Problems) -> Iterator[tuple[int, str]]:
 
 
 def prompt_tokens(messages: Messages, tokenizer: TokenizerWrapper) -> list[int]:
-    """What the target reads before it answers these messages; nothing if there are none."""
+    """Tokens that the target reads before it answers these messages; empty if there are none."""
     if not messages:
         return []
     if tokenizer.has_chat_template:
@@ -175,8 +176,8 @@ class Encoder:
     def sequence(self, chat: Chat, turn: int) -> Sequence:
         """Prompt, answer and, if it is whole, end of text, as decoding would see them.
 
-        The prompt of a later turn is what a server would send then, whatever the template makes of
-        earlier answers; so every turn is a sequence of its own.
+        The prompt of a later turn is what a server would send then, and templates may rewrite
+        earlier answers. So every turn is a separate sequence.
         """
         prompt = prompt_tokens(chat.messages[:turn], self.tokenizer)
         content = chat.messages[turn]["content"]
@@ -184,7 +185,7 @@ class Encoder:
         whole = chat.whole or turn < len(chat.messages) - 1
         end = [self.tokenizer.eos_token_id] if whole else []
         tokens = np.array([*prompt, *answer, *end], np.int32)
-        start = len(prompt) or 1  # the first token of a text has nothing to be predicted from
+        start = len(prompt) or 1  # nothing predicts the first token of a text
         if len(tokens) > self.max_length:
             raise BadLine(f"it has {len(tokens)} tokens, the limit is {self.max_length}")
         if not answer:
@@ -206,7 +207,7 @@ def read_sequences(
     strict: bool = False,
     warn: Callable[[str], None] = lambda message: None,
 ) -> list[Sequence]:
-    """All usable answers of a file. What was skipped is told through warn, line by line."""
+    """Read all usable answers of a file. warn is called for each skipped line."""
     problems, sequences = Problems(path, strict), []
     encoder = Encoder(tokenizer, max_length, vocab_size)
     for chat in read_chats(problems):

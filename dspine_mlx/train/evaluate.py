@@ -1,4 +1,4 @@
-"""What a drafter is worth on held-out prompts: the real loop, teacher forcing, prompt lookup."""
+"""Evaluating a drafter on held-out prompts: real decoding, teacher forcing, prompt lookup."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from dspine_mlx.train.data import Problems, Sequence, prompt_tokens, read_chats
 from dspine_mlx.train.features import observe
 from dspine_mlx.train.losses import Schedule, drafter_loss
 
-STILL = Schedule(mx.array(1.0), mx.array(0.0), mx.array(1.0))  # losses are not what is asked for
+STILL = Schedule(mx.array(1.0), mx.array(0.0), mx.array(1.0))  # losses are not used here
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def decode(
     max_tokens: int = 256,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Decoded]:
-    """Every prompt through the loop that users run, all slots offered in every round."""
+    """Decode every prompt as users do, with all slots offered in every round."""
     texts = []
     for done, prompt in enumerate(prompts, 1):
         responses = list(
@@ -67,7 +67,7 @@ def decode(
 
 
 def acceptance(texts: list[Decoded], seed: int = 0) -> tuple[float, float, float]:
-    """Tokens per round, the target's own included, over all prompts; and its 95 % interval, from a
+    """Tokens per round over all prompts, the target's own included, with a 95 % interval from a
     bootstrap over prompts."""
     counts = np.array([(t.accepted, t.rounds) for t in texts if t.rounds], float)
     if not len(counts):
@@ -80,10 +80,10 @@ def acceptance(texts: list[Decoded], seed: int = 0) -> tuple[float, float, float
 
 
 def lookup_length(texts: list[Decoded], draft: int, ngram: int = 4) -> float:
-    """Tokens a target call that prompt lookup would reach on the same texts.
+    """Tokens per target call that prompt lookup would reach on the same texts.
 
-    It drafts the up to `draft` tokens that followed the latest earlier place where the last
-    `ngram` tokens (or fewer, down to 1) occurred, and keeps those that the text confirms.
+    It finds the latest earlier occurrence of the last `ngram` tokens (or fewer, down to 1), and
+    drafts up to `draft` tokens from after it. Those that equal the text's are accepted.
     """
     calls = tokens = 0
     for text in texts:
@@ -113,8 +113,8 @@ def look_up(seen: list[int], draft: int, ngram: int) -> list[int]:
 def teacher_forced(
     drafter: Drafter, texts: list[Decoded], loss: LossConfig
 ) -> tuple[list[float], list[float]]:
-    """Of every slot, greedy and sampled: the chance that it is accepted if those before it are, at
-    every token of the texts, which serve as the true predecessors."""
+    """Each slot's chance of acceptance given that those before it are accepted, greedy and sampled.
+    It is measured at every token of the texts, which serve as the true predecessors."""
     M = drafter.config.num_proposals
     source = observe(drafter.target, drafter.config.target_layer_ids)
     reached, accepted = np.zeros((2, M)), np.zeros((2, M))
@@ -143,7 +143,8 @@ def measure(
     seed: int,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
-    """Greedy and at temperature 1 on the first prompts of data; see `dspine-mlx train eval`."""
+    """Evaluate greedily and at temperature 1 on the first prompts of data; see `dspine-mlx train
+    eval`."""
     problems = Problems(data)
     chats = [chat for chat in read_chats(problems) if len(chat.messages) > 1][:count]
     if not chats:

@@ -1,4 +1,4 @@
-"""A trained drafter as a folder: for this package, or in SpecForge's layout."""
+"""Exporting a trained drafter to a folder: for this package, or in SpecForge's layout."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def export(
 ) -> None:
     """Write config.json and model.safetensors; the folder appears when both are complete.
 
-    hf: SpecForge's tensor names, which servers elsewhere expect; both kinds load here.
+    hf: SpecForge's tensor names, which other servers expect; both kinds load here.
     """
     method = method_of(drafter.network)
     check_layout(method.name, drafter.config.draft_vocab_size, hf)
@@ -65,7 +65,7 @@ def export(
 
 
 def check_layout(method: str, draft_vocab_size: int | None, hf: bool) -> None:
-    """Whether such a drafter can be written in that layout."""
+    """Raise `InputError` if such a drafter can't be written in that layout."""
     if hf and draft_vocab_size is not None and not objective_named(method).reduced_in_hf:
         raise InputError(
             f"draft_vocab_size is {draft_vocab_size}, for which {method} has no place in the hf "
@@ -74,15 +74,16 @@ def check_layout(method: str, draft_vocab_size: int | None, hf: bool) -> None:
 
 
 def vocabulary_map(ids: mx.array, vocab_size: int) -> dict[str, mx.array]:
-    """A reduced draft vocabulary as published: d2t, offsets from its tokens to the target's ids,
-    and t2d, which of the target's tokens are in it."""
+    """A reduced draft vocabulary as published: d2t holds offsets from its tokens to the target's
+    ids, t2d marks the target's tokens that are in it."""
     known = mx.zeros((vocab_size,), mx.bool_)
     known[ids] = True
     return {"d2t": ids.astype(mx.int64) - mx.arange(ids.size, dtype=mx.int64), "t2d": known}
 
 
 def checkpoint_config(drafter: Drafter, loss: LossConfig, dtype: mx.Dtype) -> dict[str, Any]:
-    """config.json with the keys that public checkpoints have; of ours those that say something."""
+    """Make config.json with the keys of public checkpoints, and those of ours that carry
+    information."""
     defaults = {f.name: f.default for f in fields(drafter.config) if f.name not in STATED}
     flat = {
         k: v for k, v in asdict(drafter.config).items() if k not in defaults or v != defaults[k]
@@ -91,6 +92,6 @@ def checkpoint_config(drafter: Drafter, loss: LossConfig, dtype: mx.Dtype) -> di
     config: dict[str, Any] = {
         "architectures": [f"{type(drafter.network).__name__}DraftModel"],
         "model_type": "qwen3",
-        "tie_word_embeddings": False,  # it has none; some readers want the key
+        "tie_word_embeddings": False,  # it has no embeddings; some readers want the key
     }
     return config | flat | sections | {"dtype": str(dtype).removeprefix("mlx.core.")}

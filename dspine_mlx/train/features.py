@@ -1,4 +1,4 @@
-"""The target's features and last states: computed during training, or once into a file."""
+"""The target's features and last states, computed during training or once into a file."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from dspine_mlx.train.data import Sequence
 
 
 def observe(target: Target, taps: tuple[int, ...]) -> Callable:
-    """The online source: one forward of the target a batch."""
+    """The online source: one forward of the target per batch."""
 
     def features(sequences: list[Sequence], n: int) -> tuple[mx.array, mx.array]:
         tokens = np.zeros((len(sequences), n), np.int32)
@@ -30,7 +30,7 @@ def observe(target: Target, taps: tuple[int, ...]) -> Callable:
 
 
 class FeatureCache:
-    """Features and last states of every sequence in one float16 file, read as a memory map.
+    """Features and last states of every sequence, in one memory-mapped float16 file.
 
     folder holds rows.f16 [tokens, (m + 1) d] and index.json; it is complete or absent.
     """
@@ -56,7 +56,7 @@ class FeatureCache:
         return self.count * self.width * 2
 
     def fill(self, sequences: list[Sequence], progress: Callable[[int, int], None]) -> None:
-        """Compute what is missing: nothing, or all of it, moved into place when complete."""
+        """Compute all features unless they are there; they are moved into place when complete."""
         index = self.folder / "index.json"
         if index.exists():
             if read_json(index).get("key") != self.key:

@@ -34,10 +34,10 @@ class Source:
 
 
 class Trainer:
-    """A drafter, its optimiser and a step count: all that a checkpoint holds.
+    """A drafter, its optimiser and a step count: the content of a checkpoint.
 
-    What a step draws depends on the seed and its number only, so a resumed run repeats an
-    uninterrupted one bit for bit.
+    A step's draws depend only on the seed and its number, so a resumed run repeats an uninterrupted
+    one bit for bit.
     """
 
     def __init__(self, drafter: Drafter, source: Source, config: TrainConfig, loss: LossConfig):
@@ -87,8 +87,8 @@ class Trainer:
 
     @property
     def proposals(self) -> int:
-        """Proposals that are trained in this step. Slots of a causal block don't see later ones, so
-        a shorter block teaches them the same for less."""
+        """Number of proposals trained in this step. Slots of a causal block don't see later ones,
+        so a shorter block teaches them the same at less cost."""
         config, drafter = self.config, self.drafter.config
         if config.short_block_size is None or self.progress >= config.short_ratio:
             return drafter.num_proposals
@@ -109,7 +109,7 @@ class Trainer:
         ]
 
     def train_step(self) -> Record:
-        """One optimiser step; its record for the log."""
+        """Run one optimiser step; returns its record for the log."""
         batches = self.batches()
         schedule = Schedule(
             mx.array(self.loss.alpha(self.progress)),
@@ -138,7 +138,8 @@ class Trainer:
         return record | {"norm": norm.item(), "learning_rate": rate}
 
     def evaluate(self, held_out: Source) -> Record:
-        """Teacher-forced estimates on held-out sequences, the anchors the same every time."""
+        """Compute teacher-forced estimates on held-out sequences, with the same anchors every
+        time."""
         estimate, count = Estimate(), min(32, self.config.num_anchors)
         weights = slot_weights(self.loss, self.drafter.config.num_proposals)
         schedule = Schedule(mx.array(self.loss.ce_weight), mx.array(0.0), mx.array(1.0))
@@ -152,7 +153,7 @@ class Trainer:
         return {f"held_out_{name}": value for name, value in estimate.record().items()}
 
     def improved(self, acceptance: float) -> bool:
-        """Take note of a held-out acceptance; whether it is the best so far."""
+        """Record a held-out acceptance; returns whether it is the best so far."""
         better = acceptance > self.best
         self.best, self.bad = (acceptance, 0) if better else (self.best, self.bad + 1)
         return better
@@ -187,11 +188,11 @@ class Trainer:
         self.best = float(metadata["best"])
 
     def save_best(self, folder: Path) -> None:
-        """Keep the drafter's weights as they are trained, whatever is trained on."""
+        """Keep the drafter's present weights while training continues."""
         write_safely(folder / BEST, dict(tree_flatten(self.drafter.network.parameters())), {})
 
     def restore_best(self, folder: Path) -> None:
-        """The drafter as `save_best` kept it, or as it is if it never did."""
+        """Restore the drafter that `save_best` kept, if it kept one."""
         if (folder / BEST).exists():
             self.drafter.network.load_weights(str(folder / BEST))
 
@@ -215,7 +216,8 @@ class Estimate:
 
 
 def write_safely(path: Path, tensors: dict[str, mx.array], metadata: dict[str, Any]) -> None:
-    """A safetensors file that is either whole or absent, whatever happens while it is written."""
+    """Write a safetensors file so that it is either complete or absent, whatever happens
+    meanwhile."""
     temporary = path.with_name(f".{path.stem}.part.safetensors")
     try:
         mx.save_safetensors(str(temporary), tensors, {k: str(v) for k, v in metadata.items()})
@@ -228,7 +230,7 @@ def write_safely(path: Path, tensors: dict[str, mx.array], metadata: dict[str, A
 
 
 class Log:
-    """One JSON object a line. After a resume it goes on from the checkpoint's step."""
+    """One JSON object per line. After a resume it continues from the checkpoint's step."""
 
     def __init__(self, path: Path, step: int):
         kept = [r for r in read_log(path) if r["step"] <= step]
@@ -243,7 +245,7 @@ class Log:
 
 
 def read_log(path: Path) -> Iterator[Record]:
-    """The records of a log; a line that was cut off by the end of the process is passed over."""
+    """Read the records of a log; a line cut off by the end of the process is skipped."""
     if not path.exists():
         return
     for line in path.read_text().splitlines():
@@ -262,7 +264,7 @@ def train(
     report: Callable[[Record], None] = lambda record: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Steps until the end, an early stop or `stop()`; whether training is finished.
+    """Train until the end, an early stop or `stop()`; returns whether training is finished.
 
     Checkpoints go to folder. `export` is called whenever the held-out acceptance is the best so
     far, or after the last step if nothing is held out.

@@ -1,7 +1,8 @@
-"""Training losses, row by row. What a method adds of its own is in `dspine_mlx.train.objectives`.
+"""Training losses, row by row. A method's own terms are in `dspine_mlx.train.objectives`.
 
 A row is one proposal of one block. Every term is a sum over rows of weight * loss, divided by the
-sum of the weights of all rows of the optimiser step: micro-batches add up to the loss of the whole.
+sum of weights over all rows of the optimiser step. So micro-batches add up to the loss of the
+whole.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from dspine_mlx.train.objectives import objective_of
 
 
 class Schedule(NamedTuple):
-    """What changes from step to step; arrays, so that a compiled step sees them as inputs."""
+    """Quantities that change from step to step; arrays, so that a compiled step takes them as
+    inputs."""
 
     alpha: mx.array  # share of CE
     beta: mx.array  # weight of the alignment
@@ -27,7 +29,7 @@ class Schedule(NamedTuple):
 
 
 class LossRows(NamedTuple):
-    """What one chunk of rows adds to the loss, and how its drafts would fare."""
+    """One chunk of rows' part of the loss, and how well its drafts would do."""
 
     loss: mx.array  # [R]
     ce: mx.array  # [R] of the base logits, against the text
@@ -44,7 +46,7 @@ def drafter_loss(
     checkpoint: bool = False,
     logit_rows: int = 2048,
 ) -> tuple[mx.array, LossRows]:
-    """This batch's share of the step's loss, and the rows [S, A, M] it is made of."""
+    """Compute this batch's share of the step's loss, and the rows [S, A, M] it is made of."""
     objective = objective_of(drafter)
     states = forward(drafter, batch, config, checkpoint=checkpoint)
     inputs, shared = objective.row_inputs(drafter, batch, states)
@@ -52,7 +54,7 @@ def drafter_loss(
     row_loss: Callable[..., LossRows] = partial(objective.row_loss, drafter, config)
     count = flat[0].shape[0]
     if count > logit_rows:
-        row_loss = mx.checkpoint(row_loss)  # a chunk's logits are made again in the backward pass
+        row_loss = mx.checkpoint(row_loss)  # a chunk's logits are recomputed in the backward pass
     chunks = [
         row_loss(
             schedule.alpha,
@@ -71,7 +73,7 @@ def drafter_loss(
 
 
 def draft_ids(drafter: Drafter, tokens: mx.array) -> mx.array:
-    """Tokens as rows of the drafter's head; Vd for those outside a reduced vocabulary."""
+    """Map tokens to rows of the drafter's head; Vd for those outside a reduced vocabulary."""
     if "d2t" not in drafter.network:
         return tokens
     ids = drafter.network.d2t
@@ -88,10 +90,10 @@ class Distributions(NamedTuple):
     lse: mx.array  # [R] log of the sum of exp(logits)
     logits: mx.array  # the drafter's
     best: mx.array  # [R] the target's best token, as `draft_ids` counts
-    outside: mx.array  # [R] the target's share of tokens that are not proposed
+    outside: mx.array  # [R] the target's probability of tokens that can't be proposed
 
     def cross_entropy(self, labels: mx.array) -> mx.array:
-        """Of labels among the drafter's tokens; 0 of others."""
+        """Cross-entropy of labels among the drafter's tokens; 0 for others."""
         return cross_entropy(self.logits, self.lse, labels)
 
     @property
@@ -100,7 +102,7 @@ class Distributions(NamedTuple):
 
     @property
     def overlap(self) -> mx.array:
-        """1 - L1 / 2"""
+        """The overlap of p and q, 1 - L1 / 2."""
         return mx.minimum(self.p, self.q).sum(axis=-1)
 
     def distribution_loss(self, ce: mx.array, alpha: mx.array, config: LossConfig) -> mx.array:
@@ -111,8 +113,8 @@ class Distributions(NamedTuple):
 
 
 def cross_entropy(logits: mx.array, lse: mx.array, labels: mx.array) -> mx.array:
-    """lse - logits[label] over the last axis; 0 of labels that it does not have."""
-    # mx.checkpoint asks for the gradient of every input, and indices have none
+    """Compute lse - logits[label] over the last axis; 0 for labels past its end."""
+    # mx.checkpoint needs the gradient of every input, and indices have none
     labels = mx.stop_gradient(labels)
     index = mx.minimum(labels, logits.shape[-1] - 1)[..., None]
     ce = lse - mx.take_along_axis(logits, index, axis=-1)[..., 0]
@@ -120,7 +122,7 @@ def cross_entropy(logits: mx.array, lse: mx.array, labels: mx.array) -> mx.array
 
 
 def distributions(drafter: Drafter, hidden: mx.array, own: mx.array) -> Distributions:
-    """From the target's last states [R, d] and the drafter's own logits."""
+    """Compute both distributions from the target's last states [R, d] and the drafter's logits."""
     head = drafter.verifier.head(hidden.astype(drafter.verifier.dtype))
     p = mx.stop_gradient(mx.softmax(scale_scores(head, drafter.config), axis=-1))
     best, outside = draft_ids(drafter, mx.argmax(p, axis=-1)), mx.array(0.0)
@@ -145,7 +147,8 @@ def softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def acceptance_length(weights: mx.array, accepted: mx.array) -> tuple[mx.array, mx.array]:
-    """Sum over blocks of the expected tokens of a round, the target's own included, and the blocks.
+    """Sum of the expected tokens per round over blocks, the target's own included; and the number
+    of blocks.
 
     accepted [S, A, M]: the chance that slot t is accepted if the slots before it are; weights > 0
     mark the proposals inside the text.

@@ -39,7 +39,7 @@ def plot(log: Path, output: Path) -> None:
 
 
 def smooth(values: tuple[float, ...], decay: float = 0.95) -> list[float]:
-    """An exponential average without the pull of its start."""
+    """Exponential average, corrected for its start."""
     mean, out = 0.0, []
     for i, value in enumerate(values, 1):
         mean = decay * mean + (1 - decay) * value

@@ -24,22 +24,22 @@ Sampler = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Writer:
-    """How answers are written."""
+    """Writes answers in batches."""
 
     tokenizer: TokenizerWrapper
     generator: BatchGenerator
     max_tokens: int
-    samplers: dict[float, Sampler]  # one object a temperature: rows that share it sample at once
+    samplers: dict[float, Sampler]  # one object per temperature: its rows are sampled together
 
     def ask(self, conversation: "Conversation") -> int:
-        """Queue the conversation's next answer; its id."""
+        """Queue the conversation's next answer and return its id."""
         prompt = prompt_tokens(conversation.asked, self.tokenizer)
         sampler = self.samplers[conversation.temperature]
         (uid,) = self.generator.insert([prompt], [self.max_tokens], samplers=[sampler])
         return uid
 
     def answers(self) -> Iterator[tuple[int, str, str]]:
-        """(id, text, finish reason) of each answer as it ends."""
+        """Yield (id, text, finish reason) of each answer as it ends."""
         tokens: dict[int, list[int]] = {}
         while responses := self.generator.next_generated():
             for r in responses:
@@ -52,7 +52,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat whose first answers are the target's; finish_reason is the last one's."""
+    """A chat whose first answers are the target's; finish_reason is that of the last one."""
 
     chat: Chat
     temperature: float
@@ -61,7 +61,7 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:
-        """The chat's messages with the answers that are there in place of its own."""
+        """The chat's messages, with the target's answers so far in place of its own."""
         new = dict(zip(self.chat.turns, self.answers, strict=False))
         return tuple(
             m | {"content": new[i]} if i in new else m for i, m in enumerate(self.chat.messages)
@@ -69,7 +69,7 @@ class Conversation:
 
     @property
     def asked(self) -> tuple[dict[str, str], ...]:
-        """What comes before the next answer."""
+        """The messages before the next answer."""
         return self.messages[: self.chat.turns[len(self.answers)]]
 
     def answered(self, text: str, reason: str) -> "Conversation":
@@ -77,7 +77,7 @@ class Conversation:
 
     @property
     def finished(self) -> bool:
-        """All turns are answered, or one was cut and nothing can follow it."""
+        """Whether all turns are answered, or one was cut so that nothing can follow it."""
         return len(self.answers) == len(self.chat.turns) or self.finish_reason == "length"
 
     def row(self) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def regenerate(
     after its own earlier ones.
 
     Chat i is answered at temperatures[i % len(temperatures)]. Lines come in the order in which
-    chats end; `line` names the line of the source. Chats that output already answers are skipped,
-    so a run that was stopped goes on where it was.
+    chats end; `line` is the line of the source. Chats with an answer in output are skipped, so a
+    stopped run continues where it was.
     """
     done = repair(output)
     waiting = [
@@ -136,7 +136,8 @@ def regenerate(
 
 
 def repair(output: Path) -> set[int]:
-    """Cut a line that a killed run left unfinished; the source lines that are already answered."""
+    """Cut off a line that a killed run left unfinished; returns the source lines already
+    answered."""
     if not output.exists():
         return set()
     data = output.read_bytes()

@@ -33,7 +33,7 @@ from dspine_mlx.train.start import start_head, start_layers, start_vocabulary
 
 SETTINGS = "run.json"
 HELD_OUT = 64  # sequences taken off the end of the data when no held-out file is named
-COPIED = (  # what a new drafter takes from its target's config.json
+COPIED = (  # keys that a new drafter takes from its target's config.json
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -50,7 +50,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that decides what a run does; kept in its folder as run.json."""
+    """All settings of a run; kept in its folder as run.json."""
 
     model: str
     data: str
@@ -60,7 +60,7 @@ class Run:
     held_out: str | None = None
     drafter: dict[str, Any] = field(default_factory=dict)  # fields of the drafter's config
     target_layers: tuple[int, ...] | None = None  # the draft layers start as these
-    warm_start: str | None = None  # folder of a drafter whose tensors are taken over
+    warm_start: str | None = None  # folder of a drafter to start from
     cache: str | None = None  # folder for the target's features
     bidirectional: bool = False  # slots see later slots (ablation)
     strict: bool = False
@@ -89,7 +89,8 @@ class Run:
 
 
 def new_run(method: str, model: str, data: str, settings: list[str], **options: Any) -> Run:
-    """A run with the method's published constants, but for settings such as loss.ce_weight=0.5."""
+    """Make a run with the method's published constants, changed by settings such as
+    loss.ce_weight=0.5."""
     loss, sections = objective_named(method).loss, parse_settings(settings)
     return Run(
         model,
@@ -147,7 +148,8 @@ def build(run: Run, folder: Path, progress: Progress = lambda what, done, total:
 
 
 def split(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """To learn, and to judge on: the end of the data, without turns of a chat that is learnt."""
+    """Split into training and held-out sequences. Held out is the end of the data, without turns of
+    a chat that is trained on."""
     first = len(sequences) - min(HELD_OUT, len(sequences) // 10)
     while 0 < first < len(sequences) and sequences[first].line == sequences[first - 1].line:
         first += 1
@@ -173,7 +175,7 @@ def features(
 def new_drafter(
     run: Run, target: Target, tokenizer: TokenizerWrapper, sequences: list[Sequence]
 ) -> Drafter:
-    """A drafter with its starting weights, in float32, bound to the target."""
+    """Make a drafter with its starting weights, in float32, bound to the target."""
     method = METHODS[run.method]
     network = method.network(method.config.from_dict(drafter_config(run, target, tokenizer)))
     network.set_dtype(mx.float32)
@@ -193,7 +195,8 @@ def new_drafter(
 
 
 def drafter_config(run: Run, target: Target, tokenizer: TokenizerWrapper) -> dict[str, Any]:
-    """The target's own shapes, the method's block size and heads, then what the run states."""
+    """Combine the target's shapes, the method's block size and heads, and then the run's
+    settings."""
     source = flatten(read_config(resolve(run.model)))
     source |= flatten(source.get("text_config") or {})
     objective, layers = objective_named(run.method), run.drafter.get("num_hidden_layers", 5)
@@ -220,14 +223,15 @@ def drafter_config(run: Run, target: Target, tokenizer: TokenizerWrapper) -> dic
 
 
 def spread(layers: int, taps: int) -> list[int]:
-    """Taps from the second layer to the third from the end, evenly: [1, 9, 17, 25, 33] of 36."""
+    """Spread taps evenly from the second layer to the third from the end: [1, 9, 17, 25, 33] of
+    36."""
     last = max(1, layers - 3)
     return sorted({1 + round(i * (last - 1) / max(1, taps - 1)) for i in range(taps)})
 
 
 def warm_start(network: DFlash, path: str) -> set[str]:
-    """Take over a drafter's tensors: a DFlash checkpoint has the backbone of every method. Returns
-    their names."""
+    """Copy a drafter's tensors: a DFlash checkpoint has the backbone of every method. Returns their
+    names."""
     weights = open_checkpoint(resolve(path)).arrays()
     own = dict(tree_flatten(network.parameters()))
     fit = {n: w for n, w in weights.items() if n in own and own[n].shape == w.shape}

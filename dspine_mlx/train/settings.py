@@ -13,7 +13,7 @@ Config = TypeVar("Config")
 
 
 def parse_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """SECTION.NAME=VALUE texts by section. A value is JSON; what isn't JSON is a string."""
+    """Parse SECTION.NAME=VALUE texts, by section. A value is JSON; anything else is a string."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""Where training starts: the tokens that can be drafted, and target layers."""
+"""The start of training: the tokens that can be drafted, and weights from the target."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +12,7 @@ from dspine_mlx.train.data import Sequence
 
 
 def start_vocabulary(network: DFlash, target: Target, sequences: list[Sequence]) -> None:
-    """A reduced draft vocabulary: the answers' most frequent tokens."""
+    """Choose a reduced draft vocabulary: the answers' most frequent tokens."""
     answers = [sequence.tokens[sequence.start :] for sequence in sequences]
     counts = np.bincount(np.concatenate(answers), minlength=target.vocab_size)
     kept = np.argsort(-counts, kind="stable")[: network.config.num_draft_tokens]
@@ -21,16 +21,15 @@ def start_vocabulary(network: DFlash, target: Target, sequences: list[Sequence])
 
 
 def start_head(network: DFlash, target: Target) -> None:
-    """A head of the network's own for a reduced vocabulary starts as the target's; a network
-    without one uses the target's."""
+    """Start the network's own head for a reduced vocabulary as the target's; a network without one
+    uses the target's."""
     if "lm_head" in network:
         network.lm_head.weight = target.head_rows(network.d2t).astype(mx.float32)
 
 
 def start_layers(network: DFlash, target: Target, ids: tuple[int, ...]) -> list[str]:
     """Copy target layers into the draft layers where shapes agree; fc becomes the mean of the taps.
-
-    Returns the names of what was copied.
+    Returns the names of copied parameters.
     """
     copied = []
     if len(ids) != len(network.layers):

@@ -34,7 +34,7 @@ HOPE = 1.1  # speed that perfect drafts must reach for drafting to be tried
 MEMORY = 16  # rounds over which tokens and seconds fade; also the fewest between two checks
 CHECK = 3  # plain tokens decoded while drafting, to time them
 SPAN = 8  # plain tokens timed together while parked
-OFF = 1.5  # factor off the predicted time from which costs are learnt before a round is booked
+OFF = 1.5  # costs are learnt before a round is booked if its time is off by this factor
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Evidence:
 
 @dataclass
 class Round:
-    """A round in the making, and what came of it; without chances if its evidence isn't read."""
+    """A round and its outcome, filled in as it goes; without chances if its evidence isn't read."""
 
     depth: int
     begun: float  # the clock when verifying began
@@ -96,7 +96,8 @@ class Auto:
         self.explain, self.clock, self.text_over = explain, clock, text_over
         self.reading = Reading(len(calibration.biases))
         self.copies = CopyChances()
-        # Copies are offered where they look best, so they disappoint: learnt from those offered.
+        # Copies are offered where they look best, so on average they disappoint: learnt from those
+        # offered.
         self.offered_copies = Chances(uncalibrated(len(calibration.biases)))
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.newest: Round | None = None  # until it has been learnt from
@@ -127,11 +128,11 @@ class Auto:
             self.check_plain(depth)
 
     def unpark(self, depth: int) -> None:
-        """Draft, if the budget allows it and it is not hopeless."""
+        """Draft again, if the budget allows it and drafting is not hopeless."""
         self.parked = self.budget.spent or self.hopeless(depth)
 
     def rate(self, depth: int) -> float:
-        """Tokens per second reached: of recent rounds, or of plain decoding where that is more."""
+        """Tokens per second of recent rounds, or of plain decoding where that is faster."""
         plain = 1 / self.costs.plain(depth)
         return max(plain, self.tokens / self.seconds) if self.seconds else plain
 
@@ -162,8 +163,8 @@ class Auto:
         return token_values(chances[:limit], self.costs.verify(depth), draft, plain, rate)
 
     def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        """The copy is offered where its best length is worth more than the draft's. Both are valued
-        alike; a draft that isn't read is worth what rounds are on average."""
+        """Offer the copy where its best length is worth more than the draft's. Both are valued
+        alike; a draft that isn't read counts as an average round."""
         assert copy.copied is not None
         self.digest()
         seconds = self.costs.verify(depth)
@@ -188,7 +189,7 @@ class Auto:
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
-        self.digest()  # of the round before, while the device drafts
+        self.digest()  # the previous round's, while the device drafts
         self.reading.rounds += 1
         if draft.evidence is None:
             self.newest = Round(depth, self.clock())
@@ -233,7 +234,7 @@ class Auto:
             self.digest()
 
     def digest(self) -> None:
-        """Learn costs and chances from the newest round, if it came to its end."""
+        """Learn costs and chances from the newest round, if it was completed."""
         this, self.newest = self.newest, None
         if this is None or this.offered < 0 or not this.chances:
             return
@@ -253,7 +254,7 @@ class Auto:
         self.seconds = (1 - fading) * self.seconds + seconds
 
     def check_plain(self, depth: int) -> None:
-        """Time a few plain tokens, so seldom that they lose a quarter of SHARE at most."""
+        """Time a few plain tokens, seldom enough to lose at most a quarter of SHARE."""
         lost = CHECK * (self.gain(depth) - 1)
         distance = lost / (SHARE / 4) * MEMORY / self.tokens if self.tokens else 0.0
         self.rounds_left = max(MEMORY, int(distance))
@@ -310,7 +311,7 @@ class Auto:
         self.times.clear()
 
     def compare(self, probe: Probe, token: int, logprobs: mx.array, depth: int) -> None:
-        """One plain token against the watched draft; at the first that differs the probe ends."""
+        """Compare a plain token with the watched draft; the first that differs ends the probe."""
         if probe.slot == 0:
             probe.evidence, probe.tokens = self.read(probe.draft), probe.draft.tokens.tolist()
         slot, agrees = probe.slot, probe.tokens[probe.slot] == token
@@ -327,12 +328,12 @@ class Auto:
             self.finish_probe(probe, depth)
 
     def finish_probe(self, probe: Probe, depth: int) -> None:
-        """Book what a round would have won in the draft's place."""
+        """Book what a round with the watched draft would have won."""
         this = self.choose(probe.evidence, len(probe.tokens), depth)
         seconds = self.costs.round(this.chosen, depth)
         tokens = expected_tokens(this.chances[: this.chosen])
         self.count(tokens, seconds, fading=1 / 3)
-        tokens = (tokens + 1 + min(probe.slot, this.chosen)) / 2  # as expected, and as they came
+        tokens = (tokens + 1 + min(probe.slot, this.chosen)) / 2  # mean of expected and actual
         self.budget.probe_over(tokens - seconds / self.costs.plain(depth))
         self.unpark(depth)
         if self.explain:

@@ -15,7 +15,7 @@ class Budget:
     Drafting starts with a credit of START. Rounds pay in what they save and take out what they
     lose: their tokens less their seconds in plain tokens. When the balance no longer covers another
     round like the last one, drafting stops. A draft that is only watched books half of what its
-    round would have won. One plain token's worth starts drafting again, and so does a new text,
+    round would have won. A balance of one plain token starts drafting again. So does a new text,
     with a quarter of the last credit until drafting has earned START again.
     """
 
@@ -27,7 +27,7 @@ class Budget:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Budget":
-        """From JSON; ValueError, KeyError or TypeError when it is not a budget."""
+        """Read from JSON; ValueError, KeyError or TypeError when it is not a budget."""
         balance, credit = float(data["balance"]), float(data["credit"])
         wait, since = int(data["wait"]), int(data["since"])
         if not (0 <= balance <= CAP and 0 <= credit <= START and wait > 0 and since >= 0):

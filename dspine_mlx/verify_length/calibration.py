@@ -7,8 +7,8 @@ or of the top entry of the drafter's own row (see `dspine_mlx.round.select`). Th
 
 with T, b and s fitted per slot and serving mode; a prefix is accepted with the product of its
 chances. Below even odds a sampled draft has a slope of its own, which may be negative: where a name
-is free to choose, drafter and target are flat alike, so the least certain drafts are not those that
-are rejected most.
+can be chosen freely, drafter and target are equally flat, so the least certain drafts are not those
+rejected most.
 """
 
 import math
@@ -27,7 +27,7 @@ BANDS = (0.0, 0.5, 0.9)  # sampled modes: temperatures above 0, from 0.5 and fro
 
 @dataclass(frozen=True)
 class Calibration:
-    """T, b and s of every slot; T = 1 and b = 0 take the evidence at its word."""
+    """T, b and s of every slot; T = 1 and b = 0 leave the evidence as it is."""
 
     temperatures: tuple[float, ...]
     biases: tuple[float, ...]
@@ -38,7 +38,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Calibration":
-        """From JSON; ValueError, KeyError or TypeError when it is not a calibration."""
+        """Read from JSON; ValueError, KeyError or TypeError when it is not a calibration."""
         T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
         errors = [data[name] for name in ("ece_before", "ece_after")]
         before, after = (None if error is None else float(error) for error in errors)
@@ -78,7 +78,7 @@ def calibrated(
     bias: float | np.ndarray,
     slope: float | np.ndarray,
 ) -> np.ndarray:
-    """x / T + b, below 0 s x + b; evidence of -inf, as after a drafted stop token, is final."""
+    """Log-odds x / T + b, or s x + b for x < 0; -inf, as after a drafted stop token, stays."""
     x = np.where(np.isnan(evidence), 0.0, evidence).clip(-LIMIT, LIMIT)
     odds = np.where(x < 0, slope, 1 / temperature) * x + bias
     return np.where(np.isneginf(evidence), -LIMIT, odds)

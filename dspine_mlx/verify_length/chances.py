@@ -7,17 +7,17 @@ from operator import mul
 
 from dspine_mlx.verify_length.calibration import Calibration
 
-SLOT_PRIOR = 4.0  # information that a slot's being like the others is worth
-FADING = 0.98  # of what was learnt, from one outcome to the next
+SLOT_PRIOR = 4.0  # information in the prior that a slot is like the others
+FADING = 0.98  # of what was learnt, per outcome
 
 
 def sigmoid(x: float) -> float:
-    """Of a single number, as `calibration.sigmoid` is of arrays."""
+    """Sigmoid of a single number; `calibration.sigmoid` takes arrays."""
     return 0.5 + 0.5 * math.tanh(0.5 * x)
 
 
 def expected_tokens(chances: Sequence[float]) -> float:
-    """Tokens of a round that offers drafted tokens with these chances."""
+    """Expected tokens of a round that offers drafted tokens with these chances."""
     return 1 + sum(accumulate(chances, mul))
 
 
@@ -25,23 +25,23 @@ class Chances:
     """Chances of a drafter's slots: calibrated evidence, corrected by outcomes.
 
     The log-odds get a shift common to all slots and one per slot, running estimates of a logistic
-    regression's intercepts. A slot's own fades, so one that was given up is tried again.
+    regression's intercepts. A slot's own shift fades, so a slot that was given up is tried again.
     """
 
     def __init__(self, calibration: Calibration):
         self.calibration = calibration
-        self.prior = 4.0 if calibration.rounds else 1.0  # information that the start is worth
+        self.prior = 4.0 if calibration.rounds else 1.0  # information in the start
         slots = len(calibration.biases)
         self.shift, self.slot_shift = 0.0, [0.0] * slots
         self.information, self.slot_information = self.prior, [SLOT_PRIOR] * slots
 
     def of(self, log_odds: Sequence[float]) -> list[float]:
-        """Of each slot, given that the ones before it are accepted."""
+        """Chance of each slot, given that the ones before it are accepted."""
         shifted = zip(log_odds, self.slot_shift, strict=False)
         return [sigmoid(x + self.shift + own) for x, own in shifted]
 
     def update(self, slot: int, chance: float, accepted: float) -> None:
-        """A slot with this chance was accepted (1) or not (0)."""
+        """Learn that a slot with this chance was accepted (1) or not (0)."""
         surprise, information = accepted - chance, chance * (1 - chance)
         self.information = max(self.prior, FADING * self.information) + information
         self.shift += surprise / self.information
@@ -53,7 +53,7 @@ class Chances:
         self.slot_shift = [0.99 * shift for shift in self.slot_shift]
 
     def forget_half(self) -> None:
-        """Other text: what was learnt counts for half, and is soon unlearnt."""
+        """Halve what was learnt and make it easy to unlearn, as another text begins."""
         self.shift, self.slot_shift = self.shift / 2, [shift / 2 for shift in self.slot_shift]
         self.information = self.prior
         self.slot_information = [SLOT_PRIOR] * len(self.slot_shift)

@@ -18,7 +18,7 @@ WANDER = 0.03  # of what all steps share (heat, load), from one step to the next
 FAR = 3.0  # standard deviations from which a time contradicts the curve
 SPREAD = 32  # steps over which the scatter of times is averaged
 ALIKE = 0.7  # correlation of the costs of neighbouring widths
-CHEAPER = 0.6  # a forward that took less than this share of one over a row less was disturbed
+CHEAPER = 0.6  # a forward faster than this share of the time of one row fewer was disturbed
 APART = 2.5  # a plain token and a forward over one row differ by less than this factor
 MOST = 2.0  # factor by which one process changes what is on file
 
@@ -42,7 +42,7 @@ class Curve:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Curve":
-        """From JSON; ValueError, KeyError or TypeError when it is not a curve."""
+        """Read from JSON; ValueError, KeyError or TypeError when it is not a curve."""
         pairs = [tuple(map(float, data[name])) for name in ("plain", "draft")]
         low, high = (tuple(map(float, rows)) for rows in data["verify"])
         shallow, deep = map(int, data["depths"])
@@ -63,7 +63,7 @@ class Curve:
         return [(a, max(0.0, b - a)) for a, b in zip(low, high, strict=True)]
 
     def scaled(self, factors: list[float]) -> "Curve":
-        """Costs times a factor for each of [plain, verify 1 row .. M + 1 rows, draft]."""
+        """Multiply the costs [plain, verify 1 row .. M + 1 rows, draft] by a factor each."""
         plain, *rows, draft = factors
         low, high = (
             tuple(s * f for s, f in zip(verify, rows, strict=True)) for verify in self.verify
@@ -74,7 +74,7 @@ class Curve:
         )
 
     def contradiction(self) -> str:
-        """In words, a sign that something else ran while the curve was measured; else ""."""
+        """A sign, in words, of other programs running while the curve was measured; else ""."""
         rows = self.verify[0]
         for n, (less, more) in enumerate(zip(rows, rows[1:], strict=False), 1):
             if more < CHEAPER * less:
@@ -93,9 +93,9 @@ class Costs:
     alike for neighbouring widths, of which plain decoding is the narrowest. Each observation
     updates every kind of step, its own most.
 
-    A time far from the prediction means that the curve is wrong, for this kind of step or
-    altogether, or that the machine paused. Nothing runs faster than it can, so a shorter time is
-    believed at once; a longer one only if the next of its kind is long, too.
+    A time far from the prediction means a wrong curve, for this kind of step or altogether, or a
+    pause of the machine. Nothing runs faster than it can, so a shorter time is believed at once. A
+    longer one is believed only if the next of its kind is long, too.
     """
 
     def __init__(self, curve: Curve):
@@ -140,8 +140,8 @@ class Costs:
         return self.draft(depth) / self.plain(depth)
 
     def hopeless(self, depth: int, hope: float) -> bool:
-        """Whether plain decoding wins even if every drafted token is accepted: real rounds have
-        shown that perfect ones are not `hope` times as fast."""
+        """Whether plain decoding wins even if every drafted token is accepted: by the times of real
+        rounds, perfect ones are not `hope` times as fast."""
         best = max((1 + n) / self.round(n, depth) for n in range(self.widths))
         return self.seen["draft"] > 0 and best * self.plain(depth) < hope
 
@@ -153,7 +153,8 @@ class Costs:
         self.observe("draft", self.widths + 1, draft, depth)
 
     def observe(self, name: str, kind: int, seconds: float, depth: int) -> None:
-        """kind: 0 plain, 1 .. M + 1 a verify width, M + 2 a draft, as in `predict`."""
+        """Learn from a step's time. kind: 0 plain, 1 .. M + 1 a verify width, M + 2 a draft, as in
+        `predict`."""
         if not seconds > 0:
             log.warning("a clock went backwards (%s s for a step); this time is ignored", seconds)
             return
@@ -182,6 +183,6 @@ class Costs:
         return self.spread > (2 * NOISE) ** 2
 
     def learnt(self) -> Curve:
-        """The curve as real steps have corrected it, at most by a factor of MOST."""
+        """The curve corrected by real steps, by a factor of MOST at most."""
         limit = math.log(MOST)
         return self.curve.scaled(np.exp(self.x.clip(-limit, limit)).tolist())

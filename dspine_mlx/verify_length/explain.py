@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Account:
-    """What one text's rounds brought, in plain tokens' time."""
+    """What one text's rounds gained, in plain tokens' time."""
 
     saved: float = 0.0  # by all rounds
     falling: float = 0.0  # lost since the balance was highest
@@ -30,7 +30,7 @@ def milliseconds(seconds: Sequence[float]) -> str:
 
 
 def round_line(this: "Round", costs: Costs, rate: float) -> str:
-    """A round: chances that each prefix is accepted, costs, choice, outcome."""
+    """A round in a line: each prefix's chance of acceptance, costs, choice, outcome."""
     if not this.chances:
         return f"at {this.depth}: offered {this.offered} unread, {this.accepted} accepted"
     survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))

@@ -25,13 +25,13 @@ from dspine_mlx.verify_length.calibration import (
 log = logging.getLogger(__name__)
 LEAST_ROUNDS = 60  # with fewer, a fit is no better than none
 TEMPERATURES = np.logspace(-1, 1, 41)
-PRIOR = 2.0  # information that b = 0, s = 1 / T and log T = 0 are each worth
-STEPS = 6  # of `scoring`, each temperature starting where the one before ended
+PRIOR = 2.0  # information in the priors b = 0, s = 1 / T and log T = 0 each
+STEPS = 6  # of `scoring`, each temperature starts where the previous one ended
 BINS = 15
 
 
 class Recorder(Fixed):
-    """Offers every block whole, and keeps its evidence and how many of its tokens were accepted."""
+    """Offers every block whole; keeps its evidence and the number of accepted tokens."""
 
     def __init__(self, slots: int):
         super().__init__(slots, needs_evidence=True)
@@ -76,7 +76,7 @@ def record(
     sampler: SamplerFunction,
     max_tokens: int,
 ) -> Rounds:
-    """The rounds of one text."""
+    """Decode one text and return its rounds."""
     M = drafter.config.num_proposals
     recorder = Recorder(M)
     options: dict[str, Any] = {"sampler": sampler, "max_tokens": max_tokens}
@@ -102,7 +102,7 @@ class Fit:
 def calibrate(texts: list[Rounds], held_out: list[Rounds] | None = None) -> Fit:
     """Fit on texts and measure on held-out ones.
 
-    Without these, every other text is held out at first, and then all of them are fitted on; a
+    Without held-out texts, every other text is held out at first, then all of them are fitted on. A
     single text is halved. With too few rounds the evidence stays uncalibrated, with a warning.
     """
     fitted, measured = (sum_of(texts), sum_of(held_out)) if held_out else split(texts)
@@ -144,10 +144,10 @@ def fit(logits: np.ndarray, accepted: np.ndarray, biased: bool = True) -> Calibr
     """Sequential temperature scaling (DSpark), left to right, with a bias and a slope per slot.
 
     logits: [n, M] evidence of n rounds that offered all M tokens; accepted: [n] tokens.
-    Of 41 temperatures each slot gets the one under which its outcomes are the most likely, given
-    the calibrated survival up to it: so the product is right, also where a slot's evidence tells
-    something about earlier slots. (Picked by the smallest 15-bin calibration error, as published,
-    temperatures predict other rounds worse.)
+    Each slot gets the most likely of 41 temperatures for its outcomes, given the calibrated
+    survival up to it. So the product is right even where a slot's evidence says something about
+    earlier slots. (Temperatures picked by the smallest 15-bin calibration error, as published,
+    predict other rounds worse.)
     """
     survival, slots = np.ones(len(logits)), []
     for slot in range(logits.shape[1]):
@@ -162,7 +162,7 @@ def fit_slot(
     evidence: np.ndarray, survival: np.ndarray, accepted: np.ndarray, biased: bool
 ) -> tuple[float, float, float]:
     """T, b and s of one slot; unbiased: b = 0 and s = 1 / T."""
-    survival = np.where(np.isneginf(evidence), 0, survival)  # no question here
+    survival = np.where(np.isneginf(evidence), 0, survival)  # settled already
     x = np.clip(np.nan_to_num(evidence, nan=0.0), -LIMIT, LIMIT)
     features = np.stack([np.ones_like(x), np.minimum(x, 0)], axis=1)
     weights, tried = np.zeros(2), []

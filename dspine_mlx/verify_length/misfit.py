@@ -1,8 +1,8 @@
-"""A drafter that loads but does not fit: told from hard text by the drafts that are accepted.
+"""Detecting a drafter that loads but does not fit, as opposed to text that is hard to draft.
 
-A drafter with another rope theta, or with two tables exchanged, has the right shapes and drafts at
-random: of its first drafted tokens next to none is accepted. Hard text on a good pair looks alike
-at first sight, since few of its drafts are accepted either.
+A drafter with another rope theta, or with two tables swapped, has the right shapes and drafts at
+random: almost none of its first drafted tokens are accepted. Hard text on a good pair looks similar
+at first, since few drafts are accepted there either.
 """
 
 import math
@@ -10,29 +10,29 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-ERROR_RATE = 0.01  # most good pairs in a hundred that are ever warned about
-HARD = 8.0  # hard text has this many times fewer first tokens accepted than the pair's usual text
+ERROR_RATE = 0.01  # share of good pairs that are ever warned about, at most
+HARD = 8.0  # factor by which hard text has fewer first tokens accepted than the pair's usual text
 MISJUDGED = 2.0  # a calibrated chance may be this many times too high on text unlike its own
 UNKNOWN = 0.4  # first tokens accepted where nothing is known: any useful drafter's, on usual text
-ROUNDS = 192  # then a drafter that raised no warning is taken to fit
+ROUNDS = 192  # a drafter without a warning after so many is taken to fit
 
 
 @dataclass
 class Misfit:
-    """A sequential test of the first drafted token of each round, which warns at most once.
+    """A sequential test on each round's first drafted token, which warns at most once.
 
     Round i's first token is accepted with some chance p_i, given the rounds before it. A pair that
-    fits has p_i >= q_i, the least to be expected of it on hard text; of a drafter that does not
-    fit, r_i = q_i / HARD is typical. The likelihood ratio
+    fits has p_i >= q_i, the least to expect on hard text. A drafter that does not fit typically has
+    r_i = q_i / HARD. The likelihood ratio
 
         M_n = prod_i (r_i / q_i if accepted else (1 - r_i) / (1 - q_i))
 
-    is a supermartingale for every pair that fits, however its rounds depend on each other, so it
-    ever reaches 1 / ERROR_RATE with at most that probability (Ville's inequality; Ramdas et al.,
-    arXiv:2210.01948).
+    is a supermartingale for every pair that fits, however its rounds depend on each other. So it
+    ever reaches 1 / ERROR_RATE with probability ERROR_RATE at most (Ville's inequality; Ramdas et
+    al., arXiv:2210.01948).
 
-    expected: the share of first drafted tokens that this pair's texts have accepted so far; None:
-    not known.
+    expected: the share of first drafted tokens accepted in this pair's texts so far; None: not
+    known.
     """
 
     expected: float | None = None
@@ -45,8 +45,8 @@ class Misfit:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Misfit":
-        """From JSON of an earlier process, whose test goes on; one that came to its end says what
-        to expect. ValueError, KeyError or TypeError when it is none."""
+        """Read from an earlier process's JSON. Its test continues; a finished one says what to
+        expect. ValueError, KeyError or TypeError when it is not a misfit test."""
         expected = None if data["expected"] is None else float(data["expected"])
         rounds, accepted, tokens = (int(data[name]) for name in ("rounds", "accepted", "tokens"))
         sums = [float(data["promised"]), float(data["log_ratio"])]
@@ -62,10 +62,10 @@ class Misfit:
         return {name: value for name, value in asdict(self).items() if name != "over"}
 
     def round_over(self, accepted: int, chance: float | None = None) -> str | None:
-        """The warning, at the round that makes it due.
+        """Count a round; returns the warning if this round makes it due.
 
         accepted: the round's accepted tokens, of at least one that was offered (or watched).
-        chance: of its first token by the pair's calibration; None: there is none.
+        chance: its first token's, by the pair's calibration; None: there is none.
         """
         if self.over:
             return None
@@ -83,10 +83,11 @@ class Misfit:
         return self.warning() if wrong else None
 
     def text_over(self, accepted: Counter[int], offered: Counter[int]) -> str | None:
-        """The warning, at the end of the text that makes it due.
+        """Count a text; returns the warning if this text makes it due.
 
-        accepted, offered: how many rounds accepted and offered how many tokens. Rounds that offered
-        none show nothing. Those that accepted some come first, so that only the whole text counts.
+        accepted, offered: how many rounds accepted and offered how many tokens. Rounds without an
+        offer show nothing. Those that accepted some are counted first, so only the whole text
+        counts.
         """
         said = None
         for n in sorted(accepted, reverse=True):

@@ -1,4 +1,4 @@
-"""The files of the cache folder: of which pair, how old, and whether sane."""
+"""Files in the cache folder: which pair each belongs to, its age, and whether it is sane."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ UNREADABLE = "it can't be read"
 
 @dataclass(frozen=True)
 class OnFile:
-    """A file of the cache folder. problem: why it is not used, or not to be trusted, in words."""
+    """A file in the cache folder. problem: why it is not used or should not be trusted, in
+    words."""
 
     name: str
     days: float  # since it was written
@@ -76,7 +77,7 @@ def days_old(path: Path) -> float:
 
 
 def pair_name(data: dict[str, Any]) -> str:
-    """The pair that a file is of; older files have its digests only."""
+    """Name of the pair that a file belongs to; older files have its digests only."""
     digests = f"target {data['key']['target']} with drafter {data['key']['drafter']}"
     return str(data.get("pair") or digests)
 

@@ -1,4 +1,4 @@
-"""Measuring a curve on this machine: steps of a pair, timed on caches of their own."""
+"""Measuring a curve on this machine: a pair's steps, timed on separate caches."""
 
 import statistics
 import time
@@ -16,13 +16,13 @@ from dspine_mlx.target.rollback import Rollback, leaves
 from dspine_mlx.verify_length.costs import Curve
 
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
-PLAIN = 12  # tokens of plain decoding timed together: the first find the CPU's caches cold
+PLAIN = 12  # tokens of plain decoding timed together: the CPU's caches are cold for the first
 SECONDS = 3.0  # a measurement stops repeating after about this long
-ROW = 0.1  # a guess of what a further row costs of the first
+ROW = 0.1  # a guess: cost of a further row, as a share of the first
 
 
 def guess(drafter: Drafter) -> Curve:
-    """Weights read at 100 GB/s, and nearly free rows. Real steps set the scale and the shape."""
+    """Assume weights read at 100 GB/s, and nearly free rows. Real steps correct scale and shape."""
     target, own = (
         sum(value.nbytes for _, value in tree_flatten(m.parameters()))
         for m in (drafter.target.model, drafter.network)
@@ -34,7 +34,7 @@ def guess(drafter: Drafter) -> Curve:
 
 
 def measure(drafter: Drafter, seconds: float = SECONDS) -> Curve:
-    """Median times of interleaved repetitions after a warm-up, on caches of their own."""
+    """Take median times of interleaved repetitions after a warm-up, on separate caches."""
     timer = StepTimer(drafter)
     all_widths = list(range(1, drafter.config.num_proposals + 2))
     some = sorted({1, 2, (1 + len(all_widths)) // 2, len(all_widths)})
@@ -71,7 +71,7 @@ class StepTimer:
         return mx.argmax(logits, axis=-1)
 
     def verify(self, width: int) -> None:
-        """A verify forward and the way back to half of it, which recurrent layers replay."""
+        """Run a verify forward and roll back to half of it, which recurrent layers replay."""
         self.rollback.checkpoint()
         kernels = self.target.verify_kernels
         with self.rollback.verifying(mx.zeros((width,), mx.uint32)), kernels.verifying(width):
@@ -89,7 +89,7 @@ class StepTimer:
             c.trim(min(2, self.features.shape[1]))
 
     def plain(self, tokens: int = PLAIN) -> None:
-        """Tokens of pipelined plain decoding: the next forward runs while one is read."""
+        """Decode tokens plainly, pipelined: the next forward runs while a token is read."""
         self.rollback.checkpoint()
         following = self.forward(1)
         mx.async_eval(following)
@@ -101,7 +101,8 @@ class StepTimer:
         self.rollback.accept(0)
 
     def deepen(self, depth: int) -> None:
-        """Fill the attention caches up to depth positions; what the rows hold takes no time."""
+        """Fill the attention caches up to depth positions; their contents don't affect the
+        times."""
         for c in leaves([*self.cache, *self.draft_cache]):
             if type(c) in (KVCache, RotatingKVCache) and c.offset < depth:
                 B, heads, _, size = c.keys.shape

@@ -6,8 +6,8 @@ k rows and w_j the seconds that token j saves if it is accepted, a round should 
     argmax_l  a_1 w_1 + ... + a_l w_l - T(1 + l).
 
 `verify_length` is for greedy targets and one-hot drafts, where any rule is lossless;
-`sampled_verify_length` for sampled drafts, where row k may depend on the tokens up to the one it
-feeds, because the token after the last row is tested too. `token_values` finds w.
+`sampled_verify_length` for sampled drafts, where row k may depend only on the tokens up to the one
+it feeds, because the token after the last row is tested too. `token_values` finds w.
 
 Plain floats throughout: between two forwards the processor's caches are cold, and a call into NumPy
 costs more than the arithmetic of a block.
@@ -31,7 +31,7 @@ def length_values(chances: Floats, seconds: Floats, values: Floats) -> list[floa
 
 
 def verify_length(chances: Floats, seconds: Floats, values: Floats) -> int:
-    """The length of the greatest value. Steps in the costs are looked across."""
+    """The length of the greatest value, even past steps in the costs."""
     net = length_values(chances, seconds, values)
     return net.index(max(net))
 
@@ -40,10 +40,10 @@ def sampled_verify_length(chances: Floats, greedy: Floats, seconds: Floats, valu
     """The length for a sampled draft, decided row by row.
 
     chances[k] is the chance of drafted token k + 1, known from the tokens before it. Whether row k
-    is fed may depend on x_1 .. x_k, so on chances[: k + 1]; slots beyond are expected to have the
-    chances of the `greedy` path, which no draw has a part in; nor has it in `values`. The first row
-    that neither pays for itself nor leads to rows that pay ends the block. Backward induction over
-    the whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
+    is fed may depend on x_1 .. x_k, so on chances[: k + 1]; later slots are expected to have the
+    chances of the `greedy` path. Neither it nor `values` depends on any draw. The first row that
+    neither pays for itself nor leads to rows that pay ends the block. Backward induction over the
+    whole table gains less than 0.5 % more (`tests/bench/stopping.py`).
     """
     accepted = 1.0
     for k in range(1, len(chances) + 1):
@@ -55,11 +55,12 @@ def sampled_verify_length(chances: Floats, greedy: Floats, seconds: Floats, valu
 
 
 def contested(copied: Floats, drafted: Floats, agreed: int) -> tuple[list[float], list[float]]:
-    """Chances of two chains that share their first `agreed` tokens, each in the light of the other.
+    """Chances of two chains that share their first `agreed` tokens, each given the other.
 
-    Where they first differ at most one is right: given that the copy would be with chance p and the
-    draft with chance c, independently, but not both, they are with p (1 - c) / (1 - p c) and
-    c (1 - p) / (1 - p c). Tokens that both propose have the greater of the two chances.
+    Where they first differ, at most one is right. If independently the copy is right with chance p
+    and the draft with chance c, then given that not both are, their chances are
+    p (1 - c) / (1 - p c) and c (1 - p) / (1 - p c). Tokens that both propose have the greater of
+    the two chances.
     """
     agreed = min(agreed, len(copied), len(drafted))
     shared = [max(pair) for pair in zip(copied[:agreed], drafted[:agreed], strict=False)]
@@ -85,7 +86,7 @@ def token_values(
 
     by induction from the block's end down, A_{j,n} the chance that n tokens after token j are
     accepted (chances: of this block's own tokens), and no token saves more than `plain`, its own
-    plain decoding. A block's end is a near horizon, so the mean of both is taken.
+    plain decoding. A block's end is a near horizon, so the result is the mean of this and 1 / rate.
     """
     M, average = len(chances), 1 / rate
     w = [average] * (M + 1)

@@ -1,10 +1,11 @@
-"""What a pair keeps from text to text and from process to process, and which policy a text gets."""
+"""What a pair remembers between texts and processes, and which policy a text gets."""
 
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
@@ -17,8 +18,11 @@ from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibra
 from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.store import load_calibrations, read_costs, write_costs
 
+if TYPE_CHECKING:
+    from dspine_mlx.batch.policy import Scheduled
+
 log = logging.getLogger(__name__)
-MINUTE = 60.0  # seconds, at least, between two times that a process writes what it learnt
+MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Schedule:
     budgets: dict[str, Budget] = field(default_factory=dict)  # by mode
     keep: Callable[[Curve, dict[str, Budget]], None] | None = None  # writes them to the file
     policies: dict[str, Auto] = field(default_factory=dict)
+    batch: "Scheduled | None" = None  # the policy of several texts at once
     kept_at: float = -MINUTE
 
     def policy(self, drafter: Drafter, sampler: SamplerFunction) -> Auto:
@@ -62,7 +67,7 @@ def prepare(
 
     profile: measure the costs if they are not on file (a few seconds), or start from a guess.
     calibration: a file that `dspine-mlx calibrate` wrote; None: the pair's own, if there is one.
-    explain: is given a line for every round and probe.
+    explain: called with a line for every round and probe.
     """
     calibrations = load_calibrations(drafter, calibration)
     curve, budgets, fit_to_keep = pair_costs(drafter) if profile else (None, {}, False)

@@ -1,7 +1,7 @@
-"""What is kept on file per pair: measured costs with what drafting has shown, and calibrations.
+"""Files kept per pair: measured costs with what drafting has shown, and calibrations.
 
-Costs belong to chip, MLX version and pair, calibrations to the pair alone. A file that can't be
-used is warned about in one sentence and made again; one that can't be written costs nothing else.
+Costs belong to chip, MLX version and pair, calibrations to the pair alone. An unusable file gets a
+one-sentence warning and is made again; a failure to write one does no other harm.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Shown(NamedTuple):
 
 
 def read_costs(drafter: Drafter) -> Shown:
-    """What the pair had shown when its last text ended; nothing without a usable file."""
+    """Read what the pair had shown when its last text ended; empty without a usable file."""
     path = costs_path(drafter)
     if not path.is_file():
         return Shown()
@@ -84,7 +84,7 @@ def save_calibrations(path: Path, drafter: Drafter, modes: dict[str, Calibration
 def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, Calibration]:
     """The calibrations of a pair by mode; none, with a warning, if the file does not fit it.
 
-    path: else the one made on this machine, else the one in the drafter's folder.
+    path: None takes the file made on this machine, else the one in the drafter's folder.
     """
     if path is None:
         shipped = [drafter.folder / SHIPPED] if drafter.folder else []
@@ -127,7 +127,7 @@ def pair_key(drafter: Drafter) -> dict[str, str]:
 
 
 def calibration_key(drafter: Drafter) -> dict[str, str]:
-    """The pair: tensors' names and shapes, and the values of two of the drafter's.
+    """Identify the pair: tensors' names and shapes, and the values of two of the drafter's.
 
     Packed weights have other names and shapes; a cast between float types changes nothing.
     """

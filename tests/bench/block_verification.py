@@ -1,4 +1,4 @@
-"""Tokens that stand when sampled drafts are tested as blocks, against token by token.
+"""Tokens accepted when sampled drafts are tested as blocks, against token by token.
 
     python -m tests.bench.block_verification PROMPTS.txt [--temp 1] [--texts 20] [--tokens 128]
 
@@ -57,7 +57,7 @@ def main() -> None:
         json.dumps(
             {
                 "rounds": len(rounds),
-                "tokens a round, token by token": round(alone.mean(), 3),
+                "tokens per round, token by token": round(alone.mean(), 3),
                 "tokens a round, as a block": round(block.mean(), 3),
                 "gain": f"{block.mean() / alone.mean() - 1:.1%}",
             }

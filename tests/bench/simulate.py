@@ -1,4 +1,4 @@
-"""What the policy would do on machines one does not have: recorded rounds against any cost curve.
+"""The policy on machines that are not at hand: recorded rounds against any cost curve.
 
     python -m tests.bench.simulate [--curve NAME] [--trace FILE.npz] [--depth 512]
     python -m tests.bench.simulate --record FILE.npz [--model M --draft-model D] PROMPTS.txt

@@ -1,4 +1,4 @@
-"""A long day of `dspine-mlx serve` in short: everything at once, against one process.
+"""Soak test of `dspine-mlx serve`: everything at once, against one process.
 
     python -m tests.bench.soak --minutes 10 [--seed 7] [--clients 4] [--requests 2000]
 

@@ -1,4 +1,4 @@
-"""Checkpoints that nobody vouches for."""
+"""Untrusted checkpoints."""
 
 import json
 import pickle

@@ -198,7 +198,7 @@ def test_a_target_alone_is_decoded_plainly_with_a_hint() -> None:
     assert alone.returncode == 0
     hints = [line for line in alone.stderr.splitlines() if "--draft-model" in line]
     assert hints == [
-        "No drafter: plain decoding. --draft-model names one that was trained for this model."
+        f"No drafter: plain decoding. {DEMO / 'drafter'} fits this model: add --draft-model auto."
     ]
     plain = run("generate", "-p", "a", "-m", "2", "--model", TARGET, "--verify-length", "0")
     assert "--draft-model" not in plain.stderr

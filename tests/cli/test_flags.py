@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import mlx_lm
 import pytest
 import typer
+from mlx_lm.chat import setup_arg_parser as chat_parser
 from mlx_lm.convert import configure_parser
 from mlx_lm.generate import generate_step, setup_arg_parser, speculative_generate_step
 from typer.core import TyperOption
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 import dspine_mlx
 from dspine_mlx.cli import app
+from dspine_mlx.cli.chat import chat
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.options import repeated
@@ -25,8 +27,13 @@ from dspine_mlx.errors import InputError
 DEFAULTS: dict[str, dict[str, Any]] = {
     "generate": {"--prompt": None, "--max-tokens": 256, "--num-draft-tokens": None},
     "convert": {"--hf-path": None, "--mlx-path": "mlx_drafter"},
+    "chat": {"--model": None, "--xtc-threshold": 0.1},
 }
-FUNCTIONS: dict[str, Callable[..., None]] = {"generate": generate, "convert": convert}
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    "generate": generate,
+    "convert": convert,
+    "chat": chat,
+}
 
 
 def options(command: str) -> dict[str, TyperOption]:
@@ -52,7 +59,8 @@ def kind_of(command: str, name: str | None) -> type:
 
 
 @pytest.mark.parametrize(
-    ("command", "parser"), [("generate", setup_arg_parser), ("convert", configure_parser)]
+    ("command", "parser"),
+    [("generate", setup_arg_parser), ("convert", configure_parser), ("chat", chat_parser)],
 )
 def test_every_flag_of_mlx_lm_is_ours(
     command: str, parser: Callable[[], argparse.ArgumentParser]
@@ -80,6 +88,7 @@ def test_every_flag_of_mlx_lm_is_ours(
 
 REFUSED = [
     (["generate", "-p", "a", "--image", "a.png", "b.png"], "drafters read text"),
+    (["chat", "--pipeline"], "drafting is for one machine"),
     (["convert", "--hf-path", "x", "--quant-predicate", "mixed_2_6"], "packed alike"),
     (["convert", "--hf-path", "x", "-d"], "can't bring a drafter's exact weights back"),
     (["convert", "--hf-path", "x", "--trust-remote-code"], "has no code to run"),

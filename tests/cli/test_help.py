@@ -9,8 +9,19 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ["generate", "convert", "inspect", "bench", "doctor", "report", "calibrate", "train"]
+COMMANDS = [
+    "generate",
+    "chat",
+    "convert",
+    "inspect",
+    "bench",
+    "doctor",
+    "report",
+    "calibrate",
+    "train",
+]
 HEAVY = {"mlx", "mlx_lm", "numpy", "huggingface_hub", "transformers", "matplotlib"}
+HEAVY |= {"prompt_toolkit"}
 
 
 @pytest.fixture

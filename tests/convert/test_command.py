@@ -151,7 +151,7 @@ def test_a_broken_target_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_probe_of_noise_says_so(tmp_path: Path) -> None:
-    """A drafter of random weights for the target that ships: nothing it proposes stands."""
+    """A drafter of random weights for the target that ships: nothing it proposes is accepted."""
     target = json.loads((DEMO / "target" / "config.json").read_text())
     shape = Shape(H=target["hidden_size"], V=target["vocab_size"], taps=(1, 3), B=4)
     source = save(tmp_path / "source", *dflash_zlab(shape))

@@ -5,6 +5,7 @@ with evidence, not weighed             greedy path, not outlook
 budget, not ledger                     chances, not belief
 verified or offered, not admitted      per, not "a": tokens per round
 past or after, not behind              downloaded, not "had"; active, not "in the house"
+mode, not way (of decoding)            divergence, not fork
 """
 
 import ast
@@ -31,7 +32,9 @@ IN_PROSE = re.compile(
 IN_NAMES = re.compile(  # parts of snake_case and CamelCase, then whole names
     r"(?:(?<![A-Za-z])|(?=[A-Z]))(?i:stands?|stood|laws?|weighs?|outlook|ledger|belief|admitted"
     r"|worths?|owed|usual)(?![a-z])"
-    r"|^(?:add_ends|with_ends|ENDS|Independent|Trimmed|Windowed|Contest|Crowd|Asked)$"
+    r"|(?:^|_)(?:ways?|forks?)(?=_|$)"
+    r"|^(?:add_ends|with_ends|ENDS|Independent|Trimmed|Windowed|Contest|Crowd|Asked"
+    r"|examined|at_once|longest_kept)$"
 )
 SOURCES = ("dspine_mlx", "metal", "convert", "cli")
 Piece = tuple[str, str]  # where it is, and its text

@@ -1,4 +1,4 @@
-"""DFlash and DSpine against a float64 NumPy evaluation, and the laws of their structure."""
+"""DFlash and DSpine against a float64 NumPy evaluation, and the invariants of their structure."""
 
 from pathlib import Path
 from typing import Any

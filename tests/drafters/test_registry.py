@@ -1,4 +1,4 @@
-"""A method of somebody else's, through the public registry: it loads, drafts, converts, trains."""
+"""A third-party method through the public registry: it loads, drafts, converts and trains."""
 
 import json
 from collections.abc import Iterator

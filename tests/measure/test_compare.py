@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cli import bench_runs
-from dspine_mlx.cli.bench_runs import add_energy, examined, load_pair, run_all
+from dspine_mlx.cli.bench_runs import add_energy, analyse, load_pair, run_all
 from dspine_mlx.cli.bench_tables import comparison as comparison_cells
 from dspine_mlx.cli.bench_tables import label, show_depth
 from dspine_mlx.errors import InputError
@@ -23,12 +23,12 @@ from dspine_mlx.measure import compare as compare_module
 from dspine_mlx.measure.compare import (
     Comparison,
     Measurement,
-    Pair,
+    Models,
     add_margins,
     compare,
-    fork,
-    fork_margin,
-    make_way,
+    divergence,
+    divergence_margin,
+    make_run,
     out_of_memory,
     summaries,
     verify_length,
@@ -38,14 +38,14 @@ from tests.support.tiny import plain_steps, random_prompt, scripted
 
 
 @pytest.fixture
-def pair(model: nn.Module, tokenizer: TokenizerWrapper) -> Pair:
+def pair(model: nn.Module, tokenizer: TokenizerWrapper) -> Models:
     prompt = random_prompt(6)
     text = prompt + [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=50)]
-    return Pair(model, tokenizer, scripted(model, text, "right"), Sampler())
+    return Models(model, tokenizer, scripted(model, text, "right"), Sampler())
 
 
-def test_ways_are_interleaved_and_compared_with_plain(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+def test_modes_are_interleaved_and_compared_with_plain(
+    pair: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[int] = []
     measured = compare_module.measure
@@ -57,7 +57,7 @@ def test_ways_are_interleaved_and_compared_with_plain(
     monkeypatch.setattr(compare_module, "measure", recorded)
     steps = list(compare(pair, ["fixed:7", "plain"], [random_prompt(6)], max_tokens=36, repeat=3))
     comparison = steps[-1]
-    assert comparison.ways == ["plain", "fixed:7"]
+    assert comparison.modes == ["plain", "fixed:7"]
     assert order == order[:2] * 3
     assert order[0] != order[1]
     summary = comparison.summary("fixed:7")
@@ -85,25 +85,25 @@ def test_a_speedup_is_the_median_over_pairs_of_runs() -> None:
     assert (summary["auto_speedup"], comparison.summary("plain")["auto_speedup"]) == (1, 2)
     assert (summary["identical"], summary["texts"]) == (2, 3)
     assert (summary["tokens_per_second"], summary["call_tokens_per_second"]) == (20, 10)
-    assert list(comparison.forks("auto")) == [(1, 0)]
+    assert list(comparison.divergences("auto")) == [(1, 0)]
     del comparison.runs["auto"]
     assert comparison.summary("plain")["auto_speedup"] is None
 
 
-def test_forks_and_margins(pair: Pair) -> None:
-    assert fork([1, 2, 3], [1, 2, 4]) == 2
-    assert fork([1, 2], [1, 2, 4]) == 2
+def test_divergences_and_margins(pair: Models) -> None:
+    assert divergence([1, 2, 3], [1, 2, 4]) == 2
+    assert divergence([1, 2], [1, 2, 4]) == 2
     prompt = random_prompt(6)
     plain = [token for token, _ in plain_steps(pair.model, pair.tokenizer, prompt, max_tokens=5)]
     other = (plain[3] + 1) % 2048
-    assert fork_margin(pair, prompt, plain, 3, plain[3]) == 0
+    assert divergence_margin(pair, prompt, plain, 3, plain[3]) == 0
     logits = pair.model(mx.array([prompt + plain[:3]]))[0, -1]
     margin = (logits[plain[3]] - logits[other]).item()
     assert margin > 0
-    assert fork_margin(pair, prompt, plain, 3, other) == pytest.approx(margin, rel=1e-4)
+    assert divergence_margin(pair, prompt, plain, 3, other) == pytest.approx(margin, rel=1e-4)
 
 
-def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
+def test_summaries_name_where_each_text_diverges(pair: Models) -> None:
     prompt = random_prompt(6)
     plain = [token for token, _ in plain_steps(pair.model, pair.tokenizer, prompt, max_tokens=4)]
     other = [*plain[:2], (plain[2] + 1) % 2048, 7]
@@ -116,10 +116,14 @@ def test_summaries_name_where_each_text_forks(pair: Pair) -> None:
         {"plain": runs(plain), "auto": runs(other), "fixed:2": runs(plain[:3])},
     )
     listed = summaries(comparison, greedy=True)
-    assert [[fork["margin"] for fork in row["forks"]] for row in listed] == [[], [None], [None]]
+    assert [[place["margin"] for place in row["forks"]] for row in listed] == [
+        [],
+        [None],
+        [None],
+    ]
     add_margins(listed, comparison, pair, [prompt])
     rows = {row["way"]: row for row in listed}
-    margin = fork_margin(pair, prompt, plain, 2, other[2])
+    margin = divergence_margin(pair, prompt, plain, 2, other[2])
     assert rows["plain"]["forks"] == []
     assert rows["auto"]["forks"] == [{"prompt": 1, "token": 3, "margin": margin}]
     assert rows["fixed:2"]["forks"] == [{"prompt": 1, "token": 4, "margin": None}]
@@ -150,8 +154,8 @@ def test_texts_below_32_tokens_have_no_ratio(capsys: pytest.CaptureFixture[str])
     for comparison, speedup, told in ((short, None, 0), (some, 2, 1)):
         row = comparison.summary("auto")
         assert (row["speedup"], row["texts_in_ratios"], row["texts"]) == (speedup, told, 2)
-        ways = [comparison.summary(way) | {"forks": []} for way in comparison.ways]
-        show_depth({"depth": 0, "ways": ways, "dropped": {}, "splits": []})
+        modes = [comparison.summary(mode) | {"forks": []} for mode in comparison.modes]
+        show_depth({"depth": 0, "ways": modes, "dropped": {}, "splits": []})
         said = capsys.readouterr().out
         assert f"{4 - 2 * told} of 4 texts have fewer than 32 tokens" in said
         assert ("2.00 (2.00-2.00)" in said) == bool(told)
@@ -159,7 +163,7 @@ def test_texts_below_32_tokens_have_no_ratio(capsys: pytest.CaptureFixture[str])
 
 
 def test_ctrl_c_after_the_measurement_keeps_it(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -167,35 +171,35 @@ def test_ctrl_c_after_the_measurement_keeps_it(
     monkeypatch.setattr(bench_runs, "splits", interrupted)
     one = [[Measurement(0.1, 10, 9, [1, 2], 2.0, 1.0)]]
     comparison = Comparison(["plain", "auto"], {"plain": one, "auto": one})
-    result = examined(comparison, pair, [random_prompt(6)], 8)
+    result = analyse(comparison, pair, [random_prompt(6)], 8)
     assert [row["way"] for row in result["ways"]] == ["plain", "auto"]
     assert "Interrupted" in capsys.readouterr().err
-    assert examined(comparison, pair, [random_prompt(6)], 0) == result
+    assert analyse(comparison, pair, [random_prompt(6)], 0) == result
 
 
 @pytest.mark.parametrize(("tokens", "rounds"), [(15, 5), (16, 6)])
-def test_mlx_lms_own_speculative_decoding_is_a_way(pair: Pair, tokens: int, rounds: int) -> None:
-    """Its draft model is the target itself here, so every draft stands: 2 + 1 tokens per round."""
+def test_mlx_lms_own_speculative_decoding_is_a_mode(pair: Models, tokens: int, rounds: int) -> None:
+    """The target is its own draft model, so every draft is accepted: 2 + 1 tokens per round."""
     own = replace(pair, model=mlx_lm.load(str(DEMO / "target"))[0], drafter=None)
-    way = f"mlx-lm-draft:{DEMO / 'target'}"
-    *_, comparison = compare(own, [way], [random_prompt(6)], max_tokens=tokens, repeat=1)
-    row = comparison.summary(way)
+    mode = f"mlx-lm-draft:{DEMO / 'target'}"
+    *_, comparison = compare(own, [mode], [random_prompt(6)], max_tokens=tokens, repeat=1)
+    row = comparison.summary(mode)
     assert row["acceptance_length"] == tokens / rounds
     assert (row["identical"], row["texts"]) == (1, 1)
-    assert label(way) == "mlx-lm-draft:target"
+    assert label(mode) == "mlx-lm-draft:target"
     with pytest.raises(InputError, match="there is no folder ./nowhere"):
-        make_way("mlx-lm-draft:./nowhere", own)
+        make_run("mlx-lm-draft:./nowhere", own)
 
 
 def test_mlx_lm_needs_a_draft_model_with_the_targets_vocabulary(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Small:
         vocab_size = 7
 
     monkeypatch.setattr(compare_module, "open_target", lambda *_: (pair.model, Small()))
     with pytest.raises(InputError, match="has a vocabulary of 7 tokens, the target's has 2048"):
-        make_way(f"mlx-lm-draft:{DEMO / 'target'}", pair)
+        make_run(f"mlx-lm-draft:{DEMO / 'target'}", pair)
 
 
 OUT_OF_MEMORY = [
@@ -212,25 +216,25 @@ def test_mlx_has_several_words_for_a_lack_of_memory(error: Exception) -> None:
     assert out_of_memory(error)
 
 
-def test_a_way_that_runs_out_of_memory_is_dropped_alone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+def test_a_mode_that_runs_out_of_memory_is_dropped_alone(
+    pair: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, error = compare_module.make_way, OUT_OF_MEMORY[1]
+    made, error = compare_module.make_run, OUT_OF_MEMORY[1]
 
-    def limited(way: str, pair: Pair) -> Any:
-        run = made(way, pair)
+    def limited(mode: str, pair: Models) -> Any:
+        run = made(mode, pair)
 
         def running(prompt: list[int], n: int, progress: Any) -> Iterator[Any]:
             yield from run(prompt, n, progress)
-            if way == "fixed:3" and n > 8:  # not in the warm-up
+            if mode == "fixed:3" and n > 8:  # not in the warm-up
                 raise error
 
         return running
 
-    monkeypatch.setattr(compare_module, "make_way", limited)
+    monkeypatch.setattr(compare_module, "make_run", limited)
     prompts = [random_prompt(6)] * 2
     *_, comparison = compare(pair, ["fixed:3", "fixed:7"], prompts, max_tokens=12, repeat=2)
-    assert comparison.ways == ["plain", "fixed:7"]
+    assert comparison.modes == ["plain", "fixed:7"]
     assert comparison.dropped == {"fixed:3": f"out of memory: {error}"}
     assert comparison.summary("fixed:7")["identical"] == 4
 
@@ -242,11 +246,11 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(error: Exception) -> No
         raise error
     with pytest.raises(MemoryError), comparison.surviving("plain"):
         raise MemoryError
-    assert (comparison.ways, comparison.dropped) == (["plain", "auto"], {})
+    assert (comparison.modes, comparison.dropped) == (["plain", "auto"], {})
 
 
 def test_a_target_that_cant_be_drafted_for_is_measured_plainly(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its caches can't go back: known only once it is tried."""
 
@@ -256,7 +260,7 @@ def test_a_target_that_cant_be_drafted_for_is_measured_plainly(
 
     monkeypatch.setattr(compare_module, "stream_generate", refused)
     *_, comparison = compare(pair, ["auto"], [random_prompt(6)], max_tokens=5, repeat=1)
-    assert comparison.ways == ["plain"]
+    assert comparison.modes == ["plain"]
     assert comparison.dropped == {"auto": "can't roll back OddCache to an accepted prefix"}
 
 
@@ -267,33 +271,33 @@ def test_a_drafter_that_does_not_fit_leaves_mlx_lms_ways(
     shutil.copytree(DEMO / "drafter", wrong)
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"num_target_layers": 7}))
-    ways = ["plain", "auto", "fixed:3", "mlx-lm-draft:x"]
-    pair, kept = load_pair(str(DEMO / "target"), str(wrong), 0.0, ways)
+    modes = ["plain", "auto", "fixed:3", "mlx-lm-draft:x"]
+    pair, kept = load_pair(str(DEMO / "target"), str(wrong), 0.0, modes)
     assert (pair.drafter, kept) == (None, ["plain", "mlx-lm-draft:x"])
     said = capsys.readouterr().err
     assert said.startswith("Nothing is drafted, only mlx-lm's own decoding is measured:")
     assert "it was made for 7 target layers, the target has 6" in said
-    pair, kept = load_pair(str(DEMO / "target"), None, 0.0, ways)
+    pair, kept = load_pair(str(DEMO / "target"), None, 0.0, modes)
     assert (pair.drafter, kept) == (None, ["plain", "mlx-lm-draft:x"])
     with pytest.raises(InputError, match="there is no folder ./nowhere"):
-        load_pair(str(DEMO / "target"), "./nowhere", 0.0, ways)
+        load_pair(str(DEMO / "target"), "./nowhere", 0.0, modes)
 
 
-@pytest.mark.parametrize("way", ["fast", "fixed:", "fixed:x", "auto:3x", "mlx-lm-draft:"])
-def test_unknown_ways_are_refused(pair: Pair, way: str) -> None:
-    with pytest.raises(InputError, match="ways are plain, auto, fixed:N"):
-        make_way(way, pair)
+@pytest.mark.parametrize("mode", ["fast", "fixed:", "fixed:x", "auto:3x", "mlx-lm-draft:"])
+def test_unknown_modes_are_refused(pair: Models, mode: str) -> None:
+    with pytest.raises(InputError, match="modes are plain, auto, fixed:N"):
+        make_run(mode, pair)
 
 
-def test_offers_of_ways(pair: Pair) -> None:
-    assert [verify_length(way) for way in ("plain", "mlx-lm-draft:m", "auto", "fixed:12")] == [
+def test_offers_of_ways(pair: Models) -> None:
+    assert [verify_length(mode) for mode in ("plain", "mlx-lm-draft:m", "auto", "fixed:12")] == [
         None,
         None,
         "auto",
         12,
     ]
     with pytest.raises(InputError, match="auto needs a drafter"):
-        make_way("auto", replace(pair, drafter=None))
+        make_run("auto", replace(pair, drafter=None))
 
 
 def test_ctrl_c_keeps_what_was_measured() -> None:
@@ -308,7 +312,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
 
 
 def test_energy_is_measured_for_root_on_a_mac_only(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, counted = [random_prompt(6)], []
 
@@ -316,7 +320,7 @@ def test_energy_is_measured_for_root_on_a_mac_only(
         counted.append(run(prompts[0]))
         return 0.25
 
-    monkeypatch.setattr(bench_runs.energy, "joules_a_token", joules)
+    monkeypatch.setattr(bench_runs.energy, "joules_per_token", joules)
     for mac, root, lines in ((False, True, 0), (True, False, 1), (True, True, 0)):
         monkeypatch.setattr(bench_runs.energy, "on_mac", lambda mac=mac: mac)
         monkeypatch.setattr(bench_runs.energy, "is_root", lambda root=root: root)

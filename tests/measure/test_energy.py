@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspine_mlx.measure.energy import joules_a_token, mean_power, metered
+from dspine_mlx.measure.energy import joules_per_token, mean_power, metered
 
 SAMPLE = """Machine model: Mac16,8
 OS version: 25B78
@@ -119,7 +119,7 @@ def test_joules_are_watts_times_time_by_tokens(
         return 50
 
     command = stand_in(tmp_path, SAMPLE)
-    joules = joules_a_token(run, [[1], [2]], command, seconds=5.0)
+    joules = joules_per_token(run, [[1], [2]], command, seconds=5.0)
     assert seen == [[1], [2], [1]]  # until 5 seconds have passed
     assert joules == pytest.approx(12.5 * 6 / 150)
-    assert joules_a_token(run, [[1]], ["true"], seconds=1.0) is None
+    assert joules_per_token(run, [[1]], ["true"], seconds=1.0) is None

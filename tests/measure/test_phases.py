@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.measure.compare import Pair
+from dspine_mlx.measure.compare import Models
 from dspine_mlx.measure.phases import PHASES, Stopwatch, prefilled, split, timed_rounds
 from dspine_mlx.round.decode import decode_text
 from dspine_mlx.round.sampler import Sampler
@@ -62,7 +62,7 @@ def test_every_part_of_a_round_is_seen(
 ) -> None:
     drafter = scripted(model, PROMPT + text, "right")
     watch = Counting()
-    with prefilled(Pair(model, tokenizer, drafter, Sampler()), drafter, PROMPT) as timed:
+    with prefilled(Models(model, tokenizer, drafter, Sampler()), drafter, PROMPT) as timed:
         timed_rounds(timed, 4, 20, watch)
     assert timed.statistics.rounds == 4  # of 5 tokens each
     for phase in set(PHASES) - {"host"}:
@@ -74,7 +74,7 @@ def test_taking_a_round_apart_does_not_change_the_text(
     model: nn.Module, tokenizer: TokenizerWrapper, sampler: Sampler
 ) -> None:
     drafter = tiny_dspine(model)
-    models = Pair(model, tokenizer, drafter, sampler)
+    models = Models(model, tokenizer, drafter, sampler)
     ends = []
     for timed in (False, True):
         mx.random.seed(4)
@@ -97,7 +97,7 @@ def test_taking_a_round_apart_does_not_change_the_text(
 def test_a_split_counts_per_round(
     model: nn.Module, tokenizer: TokenizerWrapper, text: list[int]
 ) -> None:
-    pair = Pair(model, tokenizer, scripted(model, PROMPT + text, "right"), Sampler())
+    pair = Models(model, tokenizer, scripted(model, PROMPT + text, "right"), Sampler())
     one = split(pair, PROMPT, 99, max_tokens=16)  # as many as the drafter has: 7
     assert (one.length, one.rounds) == (7, 2)
     assert list(one.phases) == list(PHASES)
@@ -106,4 +106,4 @@ def test_a_split_counts_per_round(
     with pytest.raises(InputError, match="an offer of at least 1 token, not 0"):
         split(pair, PROMPT, 0)
     with pytest.raises(InputError, match="needs a drafter"):
-        split(Pair(model, tokenizer, None, Sampler()), PROMPT, 3)
+        split(Models(model, tokenizer, None, Sampler()), PROMPT, 3)

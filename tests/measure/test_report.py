@@ -122,12 +122,12 @@ def test_a_report_of_the_shipped_pair_with_its_speed(
     assert found["pair"]["drafter"]["block_size"] == 16
     (curve,) = [entry["curve"] for entry in found["costs"]]
     assert curve["plain"] == [1e-3, 1e-3]
-    ways = {row["way"]: row for row in found["bench"]["ways"]}
-    assert set(ways) == {"plain", "auto", "fixed:4"}
-    assert [row["texts"] for row in ways.values()] == [2, 2, 2]
-    assert ways["plain"]["identical"] == 2
+    modes = {row["way"]: row for row in found["bench"]["ways"]}
+    assert set(modes) == {"plain", "auto", "fixed:4"}
+    assert [row["texts"] for row in modes.values()] == [2, 2, 2]
+    assert modes["plain"]["identical"] == 2
     assert set(found["bench"]["split"]["phases"]) >= {"draft", "verify"}
-    speed = ways["auto"]["tokens_per_second"]
+    speed = modes["auto"]["tokens_per_second"]
     assert f"| auto | {speed:.1f} | - |" in head  # 8 tokens are too few for a ratio
     assert {f["name"] for f in found["findings"]} >= {"mlx", "shipped pair", "costs"}
     model, _ = mlx_lm.load(str(DEMO / "target"))

@@ -17,7 +17,7 @@ from dspine_mlx.measure.server_load import (
     ServerComparison,
     ServerFailed,
     ask,
-    check_way,
+    check_mode,
     compare_modes,
     serving,
 )
@@ -60,18 +60,18 @@ def test_short_replies_have_no_ratio() -> None:
 def test_ways_take_turns_and_prompts_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, list[str]]] = []
 
-    def recorded(asked: Request, way: str, prompts: list[Any]) -> Batch:
-        sent.append((way, [prompt[0]["content"] for prompt in prompts]))
-        if way == "fixed:3" and len(sent) > 5:
+    def recorded(asked: Request, mode: str, prompts: list[Any]) -> Batch:
+        sent.append((mode, [prompt[0]["content"] for prompt in prompts]))
+        if mode == "fixed:3" and len(sent) > 5:
             raise ServerFailed("the server answered 500: [malloc] Unable to allocate")
         return run_batch(1, 0.1)
 
     monkeypatch.setattr(server_load, "run_batch", recorded)
     prompts = [[{"role": "user", "content": text}] for text in "ab"]
     steps = list(compare_modes(ASKED, ["auto", "plain", "fixed:3"], prompts, requests=3, repeat=2))
-    assert [way for way, _ in sent] == ["plain", "auto", "fixed:3"] * 2 + ["plain", "auto"]
+    assert [mode for mode, _ in sent] == ["plain", "auto", "fixed:3"] * 2 + ["plain", "auto"]
     assert {tuple(texts) for _, texts in sent} == {("a", "b", "a")}
-    assert steps[-1].ways == ["plain", "auto"]
+    assert steps[-1].modes == ["plain", "auto"]
     assert list(steps[-1].dropped) == ["fixed:3"]
     assert len(steps[-1].runs["auto"]) == 2
 
@@ -97,10 +97,10 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 
 def test_the_server_knows_no_mlx_lm_draft_models() -> None:
-    check_way("plain")
-    check_way("fixed:3")
+    check_mode("plain")
+    check_mode("fixed:3")
     with pytest.raises(InputError, match="the server has no mlx-lm-draft:m; with --concurrency"):
-        check_way("mlx-lm-draft:m")
+        check_mode("mlx-lm-draft:m")
 
 
 def test_the_command_measures_the_shipped_pair(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The law of what a round emits, computed exactly from the rules' own probabilities."""
+"""The distribution of what a round emits, computed exactly from the rules' own probabilities."""
 
 import math
 from itertools import product
@@ -31,7 +31,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 class Toy:
-    """A target and a drafter over V tokens: the law of a token depends on the token before it."""
+    """A target and a drafter over V tokens: the distribution depends on the token before."""
 
     def __init__(self, V: int, K: int, M: int, seed: int):
         rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from dspine_mlx.round.accept import (
     acceptance,
     accepted,
     block_chances,
-    longest_kept,
+    longest_accepted,
     match,
     residual,
 )
@@ -152,7 +152,7 @@ def law_of_round(
             continue
         reach, keep = block_chances(draft, p) if block else (None, acceptance(draft, p))
         for chance, uniform in outcomes(keep):
-            n = longest_kept(keep, uniform) if block else accepted(keep, uniform)
+            n = longest_accepted(keep, uniform) if block else accepted(keep, uniform)
             if n.item() == len(p):  # the last row tested the last token, and it stands
                 toy.go_on(law, tuple(tokens), drawn * chance)
                 continue
@@ -297,7 +297,7 @@ def test_blocks_keep_at_least_as_many_tokens(seed: int, length: int, tested: boo
         p = toy.rows(draft.tokens.tolist()[:length])
         for block in kept:
             keep = block_chances(draft, p)[1] if block else acceptance(draft, p)
-            count = longest_kept if block else accepted
+            count = longest_accepted if block else accepted
             kept[block] += drawn * sum(c * count(keep, u).item() for c, u in outcomes(keep))
     assert kept[True] >= kept[False] - 1e-12
 
@@ -315,7 +315,7 @@ def test_blocks_keep_more_tokens_in_the_published_toy() -> None:
         p = toy.rows(draft.tokens.tolist())
         for block in stood:
             keep = block_chances(draft, p)[1] if block else acceptance(draft, p)
-            count = longest_kept if block else accepted
+            count = longest_accepted if block else accepted
             stood[block] += drawn * sum(c * count(keep, u).item() for c, u in outcomes(keep))
     assert stood[False] == pytest.approx(10 / 9)
     assert stood[True] == pytest.approx(11 / 9)

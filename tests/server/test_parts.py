@@ -182,7 +182,7 @@ def test_histograms_are_cumulative() -> None:
 
 
 def block(accepted: int) -> list[tuple[int, mx.array, bool]]:
-    """Tokens of a round: the drafted ones that stood, and the target's own."""
+    """Tokens of a round: the accepted drafted ones, and the target's own."""
     return [(7, mx.zeros(1), i < accepted) for i in range(accepted + 1)]
 
 

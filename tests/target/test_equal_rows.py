@@ -35,7 +35,7 @@ def test_the_wheels_own_backend_is_equal(family: str) -> None:
     assert set(found) == (set(WIDTHS) if family in UNEQUAL else set())
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", sorted(WINDOWED))
 def test_a_full_window_adds_in_another_order(family: str) -> None:
     """One row is written over the oldest; several are put behind it, in the order of time."""
     target = Target(build(family, 4))

@@ -136,7 +136,7 @@ def test_dspark_equals_numpy(kind: str) -> None:
 def test_a_reduced_draft_vocabulary_equals_numpy(
     reference: Literal["token", "law"], alpha: float
 ) -> None:
-    """Its law is compared with the target's whole one; labels that it lacks cost no CE."""
+    """Its distribution is compared with the target's whole one; labels that it lacks cost no CE."""
     checkpoint = reduced(SHAPE, final_logit_softcapping=3.0)
     check(checkpoint, LossConfig(reference=reference), alpha, 0.0)
 

@@ -229,7 +229,7 @@ def test_regenerate_writes_the_targets_own_answers(
 def test_regenerate_answers_every_turn_after_its_own_earlier_answers(
     tmp_path: Path,
 ) -> None:
-    """Greedy: what mlx-lm says to the conversation as it then stands. A cut answer ends it."""
+    """Greedy: what mlx-lm says to the conversation so far. A cut answer ends it."""
     question = (
         "Maria has 9 toys. Her sister has 3 fewer toys than she has. How many toys do they have?"
     )
@@ -281,8 +281,8 @@ def test_eval_reports_the_loop_beside_prompt_lookup(
 
 
 def test_prompt_lookup_by_hand() -> None:
-    """After the first token: 1 2 3 is found, 4 5 is drafted of which 4 stands, and 9 follows; then
-    nothing is found, twice."""
+    """After the first token: 1 2 3 is found, 4 5 is drafted of which 4 is accepted, and 9 follows.
+    Then nothing is found, twice."""
     text = Decoded([1, 2, 3, 4, 5, 1, 2], [3, 4, 9, 8, 7], 0, 0)
     assert lookup_length([text], draft=2) == pytest.approx(4 / 3)
     assert lookup_length([Decoded([1, 2], [3, 4], 0, 0)], draft=2) == 1

@@ -84,7 +84,7 @@ def test_the_fit_is_better_on_other_rounds_too() -> None:
 
 
 def test_a_slope_below_even_odds_is_found() -> None:
-    """Sampled drafts: a flat law overlaps with a flat one, so chances rise again below 0."""
+    """Flat distributions overlap in sampled drafts, so chances rise again below 0."""
     rng = np.random.default_rng(0)
     logits = 4 * rng.standard_normal((20_000, 2))
     accepted = rounds_of(np.where(logits < 0, -0.5, 0.8) * logits - 0.7, 1)
@@ -138,7 +138,7 @@ def test_no_weights_nearby_are_likelier(
 
 
 def test_slots_after_a_stop_token_are_left_out() -> None:
-    """Evidence of -inf never stands, and the other rounds' fit does not feel it."""
+    """Evidence of -inf is never accepted, and does not affect the other rounds' fit."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((500, 2))
     accepted = rounds_of(logits, 1)

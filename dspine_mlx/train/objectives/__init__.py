@@ -1,4 +1,4 @@
-"""What each method is trained on, one module each; `Method.objective` names it."""
+"""Training objectives, one module per method; `Method.objective` names it."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What DFlash is trained on, and what every objective has: hooks with the backbone's answers."""
+"""DFlash's objective, and the base of all others: hooks with the backbone's defaults."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,29 +26,31 @@ class Objective:
     reduced_in_hf = False  # whether the hf layout has a place for a reduced draft vocabulary
 
     def start(self, network: DFlash, target: Target) -> None:
-        """Starting weights that are not random."""
+        """Set starting weights that are not random."""
 
     def states(self, network: DFlash, batch: Batch, inputs: Inputs, config: LossConfig) -> States:
-        """The states that `network.propose` reaches, of all blocks."""
+        """Compute the states that `network.propose` would reach, for all blocks."""
         h, first = inputs.h, network.config.first_slot
         for layer in inputs.layers:
             h = layer(h, *inputs.context)
         return States(network.norm(h[:, :, first : first + batch.weights.shape[2]]))
 
     def row_inputs(self, drafter: Drafter, batch: Batch, states: States) -> tuple[Rows, Rows]:
-        """What `row_loss` takes besides alpha: of every row, [S, A, M, ...] each, and what all rows
-        share. Parameters that are trained must be among them: chunks of rows are checkpointed."""
+        """Inputs of `row_loss` besides alpha: those of every row, [S, A, M, ...] each, and those
+        that all rows share. Trained parameters must be among them: chunks of rows are
+        checkpointed."""
         labels = draft_ids(drafter, batch.labels)
         return [batch.gather(batch.hidden, 0), labels, states.base], []
 
     def scheduled(self, schedule: Schedule) -> list[mx.array]:
-        """What `row_loss` takes right after alpha: what else changes from step to step."""
+        """Inputs of `row_loss` right after alpha: other quantities that change from step to
+        step."""
         return []
 
     def row_loss(
         self, drafter: Drafter, config: LossConfig, alpha: mx.array, *arrays: mx.array
     ) -> LossRows:
-        """The loss of R rows; arrays: what rows share, then what each has, flat."""
+        """The loss of R rows; arrays: the shared inputs, then each row's, flat."""
         hidden, labels, base = arrays
         pq = distributions(drafter, hidden, all_logits(drafter, base))
         ce = pq.cross_entropy(labels)
@@ -63,7 +65,7 @@ class Objective:
     def sections(
         self, config: DrafterConfig, loss: LossConfig, flat: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Sections of a published config.json. Keys that move into one are taken out of flat."""
+        """Sections of a published config.json. Keys moved into one are removed from flat."""
         return {"dflash_config": {key: flat.pop(key) for key in DFLASH_KEYS}}
 
 

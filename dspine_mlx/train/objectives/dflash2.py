@@ -1,4 +1,4 @@
-"""What DFlash2 is trained on: the backbone's logits, and the selector's choice among the best."""
+"""DFlash2's objective: the backbone's logits, and the selector's choice among the best."""
 
 from typing import Any
 
@@ -20,15 +20,15 @@ SPREAD = 0.02  # of the predecessors' codes at the start
 
 
 class DFlash2Objective(Objective):
-    """CE of the base logits as DFlash's, and the same among each slot's K best, scored after the
-    true predecessor. A slot whose label is none of the K teaches the selector nothing."""
+    """CE of the base logits as for DFlash, and the same among each slot's K best, scored after the
+    true predecessor. A slot whose label is not among the K has no selector loss."""
 
     loss = LossConfig(ce_weight=1.0, position_decay=4.0)
     block_size = 8
     settings = SIZES
 
     def start(self, network: DFlash2, target: Target) -> None:
-        """Kernels start as the identity, and the selector as one that adds nothing."""
+        """Start kernels as the identity, and the selector so that it adds nothing."""
         for layer in network.layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
                 projection = conv.kernel_projection
@@ -39,7 +39,7 @@ class DFlash2Objective(Objective):
         selector.successor_codebook.weight = mx.zeros_like(selector.successor_codebook.weight)
 
     def row_inputs(self, drafter: Drafter, batch: Batch, states: States) -> tuple[Rows, Rows]:
-        """Of every row also P[u] * W h [r] of its true predecessor u; shared: S [V, r]."""
+        """Add P[u] * W h [r] of each row's true predecessor u; shared: S [V, r]."""
         inputs, _ = super().row_inputs(drafter, batch, states)
         selector = drafter.network.candidate_selector
         slots = selector.hidden_projection(states.base)

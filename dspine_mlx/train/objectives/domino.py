@@ -1,4 +1,4 @@
-"""What Domino is trained on: corrected logits, and at first the backbone's own."""
+"""Domino's objective: corrected logits, and at first the backbone's own."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class DominoObjective(Objective):
     }
 
     def start(self, network: Domino, target: Target) -> None:
-        """The GRU as PyTorch's; the correction starts at nothing, open to learn."""
+        """Start the GRU as PyTorch does, and the correction at zero, with a gradient."""
         gru, bound = network.prefix_gru, network.config.gru_hidden_dim**-0.5
         for name in ("weight_ih_l0", "weight_hh_l0"):
             gru[name] = mx.random.uniform(-bound, bound, gru[name].shape)
@@ -36,8 +36,8 @@ class DominoObjective(Objective):
         out.weight = mx.zeros_like(out.weight)
 
     def row_inputs(self, drafter: Drafter, batch: Batch, states: States) -> tuple[Rows, Rows]:
-        """Of every row also silu(W_1 [h; s]) [E] after the true tokens, which is 0 where the
-        backbone proposes alone; shared: W_2 [V, E]."""
+        """Add each row's silu(W_1 [h; s]) [E] after the true tokens, which is 0 where the backbone
+        proposes alone; shared: W_2 [V, E]."""
         inputs, _ = super().row_inputs(drafter, batch, states)
         network: Domino = drafter.network
         embedded = drafter.target.embed(batch.predecessors).astype(states.base.dtype)

@@ -1,4 +1,4 @@
-"""What DSpark is trained on: logits with the Markov bias, and the confidence of every slot."""
+"""DSpark's objective: logits with the Markov bias, and every slot's confidence."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ class DSparkObjective(Objective):
     reduced_in_hf = True
 
     def row_inputs(self, drafter: Drafter, batch: Batch, states: States) -> tuple[Rows, Rows]:
-        """Of every row also mixed [r] and the confidence; shared: w2 [V, r], and the drafter's own
-        head if it has one."""
+        """Add each row's mixed [r] and confidence; shared: w2 [V, r], and the drafter's own head if
+        it has one."""
         inputs, _ = super().row_inputs(drafter, batch, states)
         network: DSpark = drafter.network
         features = states.base
@@ -70,7 +70,7 @@ class DSparkObjective(Objective):
 
 
 def teacher_forced(head: VanillaMarkov, previous: mx.array, states: mx.array) -> mx.array:
-    """The r numbers [S, A, M, r] that w2 turns into the bias, from the true predecessors' w1."""
+    """Compute the factors [S, A, M, r] of w2 in the bias, from the true predecessors' w1."""
     if not isinstance(head, RNNMarkov):
         return head.mix(previous, states)
     state, outputs = mx.zeros_like(previous[:, :, 0]), []

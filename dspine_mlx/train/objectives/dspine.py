@@ -1,4 +1,4 @@
-"""What DSpine is trained on: base and refined scores, and readouts that say their own token."""
+"""DSpine's objective: base and refined scores, and readouts that predict their own token."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from dspine_mlx.train.losses import (
 from dspine_mlx.train.objectives.dflash import Objective, Rows
 
 KEYS = ("transfer_rank", "message_size", "top_k")
-TRAINING_KEYS = (  # how it was trained, under SpecForge's names
+TRAINING_KEYS = (  # training settings, under SpecForge's names
     "ce_weight",
     "alignment_weight",
     "replacement_layers",
@@ -42,9 +42,9 @@ class DSpineObjective(Objective):
     loss = LossConfig()
 
     def start(self, network: DSpine, target: Target) -> None:
-        """C and the projection P from the target's LM head; every R_l starts as P^T, so that a
-        state's readout is its own place in the space; W and G_p start at zero: no message, open to
-        learn.
+        """Compute C and the projection P from the target's LM head. Every R_l starts as P^T, so
+        that a state's readout is its place in the transfer space. W and G_p start at zero: no
+        message, but a gradient.
 
         C is not trained.
         """
@@ -88,7 +88,7 @@ class DSpineObjective(Objective):
         return States(network.norm(written), network.norm(refined), tuple(kept))
 
     def row_inputs(self, drafter: Drafter, batch: Batch, states: States) -> tuple[Rows, Rows]:
-        """Of every row also the refined states."""
+        """Add each row's refined states."""
         inputs, shared = super().row_inputs(drafter, batch, states)
         return [*inputs, states.refined], shared
 
@@ -117,7 +117,7 @@ class DSpineObjective(Objective):
     def alignment(
         self, drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig
     ) -> mx.array:
-        """What each layer's states say of their own token, per row, the mean over layers.
+        """Alignment of each layer's states with their own token, per row, the mean over layers.
 
         1 - cos(R_l h_l, C[y]), weighted with the row's CE (no gradient), so that it fades as the
         drafter learns; `token`: the CE of norm(h_l) in its place, the plain way to supervise a

@@ -28,7 +28,7 @@ from typing import Annotated
 import typer
 
 from dspine_mlx.load import load
-from dspine_mlx.measure.compare import Pair, fork_margin
+from dspine_mlx.measure.compare import Models, divergence_margin
 from dspine_mlx.measure.prompts import load_suite
 from dspine_mlx.round.sampler import Sampler
 from tests.bench.peers.code_lines import code_lines
@@ -173,14 +173,14 @@ def measure(
                     book.add(place | worker.ask(prompt, max_tokens))
 
 
-def add_margins(book: Book, pair: Pair, prompts: list[list[int]]) -> None:
+def add_margins(book: Book, pair: Models, prompts: list[list[int]]) -> None:
     """For each fork, how far the target prefers plain decoding's token."""
     plain = runs(book.records, PLAIN)
     for way in book.records[0]["ways"]:
         for prompt, after in list(forks(book.records, way)):
             a, b = plain[prompt, 0]["tokens"], runs(book.records, way)[prompt, 0]["tokens"]
             if after < min(len(a), len(b)):
-                margin = fork_margin(pair, prompts[prompt], a, after, b[after])
+                margin = divergence_margin(pair, prompts[prompt], a, after, b[after])
                 book.add({"way": way, "prompt": prompt, "margin": margin})
 
 
@@ -211,7 +211,7 @@ def main(
                 workers.append(stack.enter_context(Worker(way, target, environments)))
                 start(book, workers[-1], texts[0], max_tokens)
         measure(book, workers, texts, rounds, max_tokens)
-    add_margins(book, Pair(model, tokenizer, drafter_, Sampler()), texts)
+    add_margins(book, Models(model, tokenizer, drafter_, Sampler()), texts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dspine_mlx.measure.compare import fork
+from dspine_mlx.measure.compare import divergence
 
 PLAIN, OURS = "mlx-lm", "dspine-mlx"
 Record = dict[str, Any]
@@ -55,7 +55,7 @@ def forks(records: list[Record], way: str) -> Iterator[tuple[int, int]]:
     for (prompt, round_), run in sorted(runs(records, way).items()):
         same = plain[prompt, round_]["tokens"]
         if round_ == 0 and run["tokens"] != same:
-            yield prompt, fork(run["tokens"], same)
+            yield prompt, divergence(run["tokens"], same)
 
 
 def summary(records: list[Record], way: str) -> Record:

@@ -1,0 +1,75 @@
+"""The drafter's side of several texts: its caches, and features that they have not taken in yet."""
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from dspine_mlx.batch.draft_rows import DraftLengths, DraftRows
+from dspine_mlx.drafters.chain import AnyProposal
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.round.draft_context import BACKLOG
+
+
+class DraftContexts:
+    """The drafter's caches [one per draft layer] of several texts, and a backlog of features
+    [B, n, m*d]: of its newest part the first counts[i] rows are text i's, of the rest all."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter, self.lengths = drafter, DraftLengths()
+        self.cache = [DraftRows(self.lengths) for _ in drafter.layers]
+        self.clear()
+
+    def clear(self) -> None:
+        self.backlog: list[mx.array] = []
+        self.counts = [0] * len(self.lengths.host)  # rows of the backlog, text by text
+
+    def add(self, features: mx.array, counts: list[int]) -> None:
+        """Rows of the texts, to be taken in later."""
+        waiting = sum(part.shape[1] for part in self.backlog)
+        if waiting >= BACKLOG or self.counts != [waiting] * len(self.counts):
+            self.catch_up()
+        self.backlog.append(features)
+        self.counts = [n + more for n, more in zip(self.counts, counts, strict=True)]
+
+    def propose(self, anchors: mx.array) -> list[AnyProposal]:
+        """Take in the backlog, and propose tokens after each text's anchor [B]."""
+        self.lengths.take_in(self.counts)
+        proposals = self.drafter.propose_texts(anchors, self.features, self.cache)
+        self.lengths.taken()
+        self.clear()
+        return proposals
+
+    def catch_up(self) -> None:
+        """Take in the backlog without a proposal."""
+        if self.backlog:
+            self.lengths.take_in(self.counts)
+            self.drafter.extend(self.features, self.cache)
+            self.lengths.taken()
+            mx.async_eval([c.state for c in self.cache])
+        self.clear()
+
+    @property
+    def features(self) -> mx.array:
+        if self.backlog:
+            return mx.concatenate(self.backlog, axis=1)
+        none = self.drafter.no_features()
+        return mx.zeros((len(self.counts), *none.shape[1:]), none.dtype)
+
+    def join(self, own: list[KVCache]) -> None:
+        """Take one more text in, from the caches that its prompt went into."""
+        self.catch_up()
+        for rows, cache in zip(self.cache, own, strict=True):
+            rows.join(cache)
+        self.lengths.replace([*self.lengths.host, own[0].offset])
+        self.clear()
+
+    def keep(self, texts: list[int]) -> None:
+        """Only these texts stay."""
+        for rows in self.cache:
+            rows.keep(texts)
+        self.lengths.keep(texts)
+        self.backlog = [part[mx.array(texts)] for part in self.backlog]
+        self.counts = [self.counts[i] for i in texts]
+
+    def extract(self, text: int) -> list[KVCache]:
+        """A text's own caches, after `catch_up`."""
+        return [rows.extract(text) for rows in self.cache]

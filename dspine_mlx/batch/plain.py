@@ -1,0 +1,66 @@
+"""Plain decoding of several texts: one token for each per forward of the target.
+
+As in mlx-lm's batches, the next forward runs while the tokens of this one are read.
+"""
+
+import time
+
+import mlx.core as mx
+
+from dspine_mlx.batch.batch import Ahead, Batch
+from dspine_mlx.batch.policy import BatchPolicy
+from dspine_mlx.batch.text import BatchText
+from dspine_mlx.round.accept import normalised
+from dspine_mlx.round.text import Token
+
+
+def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
+    """One step: a token for each text."""
+    texts, waiting, overlapped = list(batch.texts), time.perf_counter(), batch.ahead is not None
+    this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
+    for text, token in zip(texts, mx.split(this.fed, len(texts)), strict=True):
+        text.take_rows(token)
+    batch.features = this.features
+    batch.accept([1] * len(texts))
+    if policy.stays_plain(len(texts), batch.depth) and min(text.left for text in texts) > 1:
+        batch.ahead = step(batch, this.tokens)
+    tokens = this.tokens.tolist()
+    now = time.perf_counter()
+    seconds = now - this.started
+    # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
+    timed = overlapped and now - waiting > 0.5 * seconds
+    policy.plain_step(len(texts), seconds if timed else None, batch.depth)
+
+    blocks = []
+    for text, picked, row in zip(texts, tokens, this.logprobs, strict=True):
+        text.text.statistics.plain += 1
+        blocks.append(text.go_on([(picked, row, False)]))
+    return blocks
+
+
+def step(batch: Batch, fed: mx.array) -> Ahead:
+    """Start a forward over a token of each text [B], and the choice of the tokens that follow."""
+    texts, fed, started = batch.texts, fed.astype(mx.uint32), time.perf_counter()
+    keys = [text.key for text in texts]
+    logits = batch.feed(fed[:, None])
+    logprobs = normalised(logits[:, 0])
+    best = mx.argmax(logprobs, axis=-1)
+    tokens, rows = [], []
+    for i, text in enumerate(texts):
+        if text.plainly_greedy:
+            tokens.append(best[i : i + 1])
+            rows.append(logprobs[i])
+        else:
+            token, row = sampled(text, fed[i : i + 1], logits[i])
+            tokens.append(token)
+            rows.append(row)
+    picked = mx.concatenate([token.astype(mx.uint32) for token in tokens])
+    mx.async_eval(picked, rows)
+    return Ahead(fed, picked, rows, batch.features, keys, started)
+
+
+def sampled(text: BatchText, fed: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+    """What the text's own sampler picks [1] from logits [1, V], and its logprobs [V]."""
+    logprobs = normalised(text.processed(fed, logits).logits)
+    with text.drawing():
+        return text.text.sampler(logprobs), logprobs[0]

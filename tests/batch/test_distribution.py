@@ -1,0 +1,164 @@
+"""Sampled texts of a batch follow the target's distribution, whatever the schedule couples."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.generate import generation_stream
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx.batch.decode import Decoding
+from dspine_mlx.batch.draft_rows import DraftRows
+from dspine_mlx.batch.generation import Generation
+from dspine_mlx.batch.policy import BatchPolicy, FixedLength, Scheduled
+from dspine_mlx.batch.text import BatchText
+from dspine_mlx.drafters.chain import AnyProposal
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.select import Draft
+from dspine_mlx.target.model import Target
+from dspine_mlx.verify_length.schedule import prepare
+from tests.support.tiny import tiny_dflash, tiny_target
+
+V, TOKENS, COUNT = 6, 3, 640
+STOP = 2  # the tokenizer's end
+PROMPTS = ([1, 2, 3], [4, 5])
+
+
+class Coupled(FixedLength):
+    """A lossless rule in which a text's length depends on the others: the surest greedy path of
+    all gets rows, the rest none."""
+
+    def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
+        usual = super().lengths(texts, drafts, depth)
+        paths = [draft.greedy_path or draft.evidence for draft in drafts]
+        odds = [path.log_odds()[0] for path in paths if path is not None]
+        return [n if x == max(odds) else 0 for x, n in zip(odds, usual, strict=True)]
+
+
+def wanted(model: nn.Module, prompt: list[int]) -> dict[tuple[int, ...], Any]:
+    """The chance of each text, from the target's logits after every prefix."""
+    over: dict[tuple[int, ...], float] = {}
+    going: dict[tuple[int, ...], Any] = {(): 1.0}
+    for _ in range(TOKENS):
+        logits = model(mx.array([prompt + list(prefix) for prefix in going]))[:, -1]
+        probs = np.array(mx.softmax(logits.astype(mx.float32), axis=-1), np.float64)
+        texts = {
+            (*prefix, x): going[prefix] * row[x]
+            for prefix, row in zip(going, probs, strict=True)
+            for x in range(V)
+        }
+        over |= {text: p for text, p in texts.items() if text[-1] == STOP}
+        going = {text: p for text, p in texts.items() if text[-1] != STOP}
+    return over | going
+
+
+def surprise(counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], Any]) -> float:
+    """Pearson's chi-square of counts, in standard deviations; rare texts are taken together."""
+    total = sum(counts.values())
+    common = [text for text, p in chances.items() if p * total >= 5]
+    seen = [counts[text] for text in common]
+    due: list[float] = [chances[text] * total for text in common]
+    seen.append(total - sum(seen))
+    due.append(max(total - sum(due), 1e-9))
+    if due[-1] < 5:
+        seen[-2], due[-2] = seen[-2] + seen.pop(), due[-2] + due.pop()
+    free = len(due) - 1
+    square = sum((a - b) ** 2 / b for a, b in zip(seen, due, strict=True))
+    return (square - free) / math.sqrt(2 * free)
+
+
+def sample(
+    model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter, policy: BatchPolicy
+) -> list[float]:
+    """The surprise of texts decoded eight at a time, and of their second tokens, by prompt."""
+    prompts = [PROMPTS[i % 2] for i in range(COUNT)]
+    assert set(tokenizer.eos_token_ids) == {STOP}
+    batch = Generation.of(
+        model, tokenizer, prompts, drafter, max_tokens=TOKENS, sampler=Sampler(temp=1.0)
+    )
+    requests = [batch.request(entry) for entry in batch.entries]
+    texts: dict[int, list[int]] = {id(request): [] for request in requests}
+    for request, (token, *_) in Decoding(drafter, policy, 8, generation_stream).run(requests):
+        texts[id(request)].append(token)
+    results = []
+    for i, prompt in enumerate(PROMPTS):
+        counts = Counter(tuple(texts[id(request)]) for request in requests[i::2])
+        due = Counter(wanted(model, prompt))
+        results += [surprise(counts, due), surprise(seconds(counts), seconds(due))]
+    return results
+
+
+def seconds(texts: Counter[tuple[int, ...]]) -> Counter[tuple[int, ...]]:
+    """By the second token only, where bias of a round's length shows most."""
+    by_token: Counter[tuple[int, ...]] = Counter()
+    for text, weight in texts.items():
+        by_token[text[1:2]] += weight
+    return by_token
+
+
+@dataclass(eq=False)
+class OneTokenBack(Drafter):
+    """It knows what the target says after each single token, which is often nearly right."""
+
+    table: mx.array = field(default_factory=lambda: mx.zeros((V, V)))
+
+    def propose_texts(
+        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+    ) -> list[AnyProposal]:
+        M, tokens = self.config.num_proposals, mx.arange(V, dtype=mx.uint32)
+        candidates = mx.broadcast_to(tokens, (M, V))
+        later = mx.broadcast_to(self.table, (M - 1, V, V))
+        return [Proposal(candidates, self.table[anchor], later) for anchor in anchors.tolist()]
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[nn.Module, Drafter]:
+    model = tiny_target(seed=3, vocab_size=V, scale=0.5)
+    for layer in model.layers:  # what comes before the newest token matters less
+        layer.self_attn.o_proj.weight = 0.1 * layer.self_attn.o_proj.weight
+    network = tiny_dflash(model, vocab_size=V, top_k=V, block_size=4).network
+    target = Target(model)
+    table = model(mx.arange(V)[:, None])[:, -1].astype(mx.float32)
+    drafter = OneTokenBack(network, target, target, table=table)
+    prepare(drafter, profile=False)
+    return model, drafter
+
+
+@pytest.mark.parametrize("rule", ["scheduled", "coupled", "fixed"])
+def test_texts_follow_the_targets_distribution(
+    small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper, rule: str
+) -> None:
+    model, drafter = small
+    assert drafter.schedule is not None
+    policies: dict[str, BatchPolicy] = {
+        "scheduled": Scheduled(drafter.schedule),
+        "coupled": Coupled(2, needs_evidence=True),
+        "fixed": FixedLength(1),
+    }
+    mx.random.seed(9)
+    assert max(map(abs, sample(model, tokenizer, drafter, policies[rule]))) < 4
+
+
+def test_a_test_by_other_probs_than_those_drawn_from_is_caught(
+    small: tuple[nn.Module, Drafter],
+    tokenizer: TokenizerWrapper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    select = BatchText.select
+
+    def wrong(text: BatchText, proposal: AnyProposal, with_evidence: bool) -> Draft:
+        draft = select(text, proposal, with_evidence)
+        assert draft.q is not None
+        return draft._replace(q=mx.full(draft.q.shape, 1 / V))
+
+    monkeypatch.setattr(BatchText, "select", wrong)
+    mx.random.seed(9)
+    model, drafter = small
+    assert max(sample(model, tokenizer, drafter, FixedLength(2))) > 6

@@ -1,0 +1,66 @@
+"""The schedule of rows against exhaustive search."""
+
+from collections.abc import Callable
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspine_mlx.batch.schedule import best, padded
+
+chance = st.floats(0.0, 1.0)
+
+
+def survival(chances: list[list[float]]) -> list[list[float]]:
+    rows = []
+    for own in chances:
+        row, product_ = [], 1.0
+        for c in own:
+            product_ *= c
+            row.append(product_)
+        rows.append(row)
+    return rows
+
+
+texts = st.lists(st.lists(chance, max_size=4), min_size=1, max_size=3).map(survival)
+# Seconds of 1, 2, ... rows; a forward may even be cheaper with a row more.
+curves = st.lists(st.floats(0.1, 3.0), min_size=15, max_size=15)
+
+
+def tokens(rows: list[list[float]], lengths: list[int]) -> float:
+    return len(rows) + sum(sum(row[:n]) for row, n in zip(rows, lengths, strict=True))
+
+
+def exhaustive(
+    rows: list[list[float]], curve: list[float], worth: float, fed: Callable[[list[int]], int]
+) -> float:
+    choices = [list(c) for c in product(*(range(len(row) + 1) for row in rows))]
+    return max(worth * tokens(rows, c) - curve[fed(c) - 1] for c in choices)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts, curves, st.floats(0.0, 4.0))
+def test_padded_rows_are_the_best_of_all_lengths(
+    rows: list[list[float]], curve: list[float], worth: float
+) -> None:
+    def fed(lengths: list[int]) -> int:
+        return len(lengths) * (1 + max(lengths))
+
+    lengths, count, expected = best(padded(rows), lambda n: curve[n - 1], worth)
+    assert all(0 <= n <= len(row) for n, row in zip(lengths, rows, strict=True))
+    assert count >= fed(lengths)
+    assert abs(expected - tokens(rows, lengths)) < 1e-9
+    value = worth * expected - curve[count - 1]
+    assert value >= exhaustive(rows, curve, worth, fed) - 1e-9
+
+
+def test_steps_in_the_costs_are_looked_across() -> None:
+    """The second row costs as much as the first four together: stopping there would be myopic."""
+    seconds = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
+    assert best(padded([[0.9, 0.8, 0.7]]), lambda n: seconds[n], 1.0)[0] == [3]
+    assert best(padded([[0.9, 0.05, 0.01]]), lambda n: seconds[n], 1.0)[0] == [0]
+
+
+def test_a_text_near_its_end_offers_what_it_may() -> None:
+    lengths, rows, _ = best(padded([[0.9, 0.9, 0.9], [0.9], []]), lambda n: 0.0, 1.0)
+    assert (lengths, rows) == ([3, 1, 0], 12)

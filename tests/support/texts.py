@@ -1,0 +1,80 @@
+"""A drafter that knows several texts, for batches of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3
+
+from dspine_mlx.batch.draft_rows import DraftRows
+from dspine_mlx.drafters.chain import AnyProposal
+from dspine_mlx.drafters.dflash import DFlash, DrafterConfig
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.target.model import Target
+from tests.support.tiny import SCRIPTS, VOCABULARY, Script, drafter_config, randomise
+
+
+@dataclass(eq=False)
+class ScriptedTexts(Drafter):
+    """It drafts whichever of its texts has the anchor where the caches say, by a script. It fails
+    if none has."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    script: Script = lambda position, right: right
+    calls: int = 0
+
+    def propose_texts(
+        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+    ) -> list[AnyProposal]:
+        self.calls += 1
+        lengths = cache[0].lengths
+        if features.shape[1]:
+            self.extend(features, cache)
+        positions = lengths.anchors.tolist()
+        return [self.scripted(*at) for at in zip(anchors.tolist(), positions, strict=True)]
+
+    def scripted(self, anchor: int, position: int) -> Proposal:
+        known = [text for text in self.texts if position < len(text) and text[position] == anchor]
+        assert known, (anchor, position)
+        M, K = self.config.num_proposals, self.config.top_k
+        right = known[0][position + 1 : position + 1 + M]
+        right = right + [0] * (M - len(right))
+        others = [(right[0] + 7 * k) % VOCABULARY for k in range(1, K)]
+        candidates = mx.array([[token, *others] for token in self.script(position, right)])
+        falling = -mx.arange(K, dtype=mx.float32)
+        return Proposal(candidates, falling, mx.broadcast_to(falling, (M - 1, K, K)))
+
+
+def scripted_texts(
+    model: nn.Module,
+    texts: list[list[int]],
+    script: str = "now and then",
+    config: DrafterConfig | None = None,
+) -> ScriptedTexts:
+    if config is None:
+        config = DrafterConfig.from_dict(drafter_config(num_hidden_layers=1))
+    network, target = randomise(DFlash(config), 5), Target(model)
+    return ScriptedTexts(network, target, target, texts=texts, script=SCRIPTS[script])
+
+
+class Counting(qwen3.Model):
+    """A target that notes the shapes of the tokens it is fed."""
+
+    shapes: list[tuple[int, ...]]
+
+    @classmethod
+    def like(cls, model: qwen3.Model) -> "Counting":
+        counting = cls(model.args)
+        counting.update(model.parameters())
+        counting.shapes = []
+        return counting
+
+    def __call__(self, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        self.shapes.append(tuple(inputs.shape))
+        return super().__call__(inputs, *args, **kwargs)
+
+
+# A family is known by the module of its class.
+Counting.__module__ = qwen3.Model.__module__

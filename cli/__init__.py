@@ -23,6 +23,8 @@ from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.cli.train import app as train
 from dspine_mlx.errors import InputError
 
+WIDEST = 4  # digits of a number of columns
+
 app = typer.Typer(
     name="dspine-mlx",
     help="Speculative decoding on Apple Silicon with DSpine drafters, on MLX and mlx-lm.",
@@ -70,9 +72,16 @@ def one_sentence(
 
 
 def prepare_streams() -> None:
-    """Ignore an impossible width, and print '?' for characters that the locale lacks."""
-    if not os.environ.get("COLUMNS", "1").strip("0"):
+    """Ignore an impossible width, and print '?' for characters that the locale lacks.
+
+    Closed streams lead nowhere, lest a file of weights becomes standard input, which MLX refuses.
+    """
+    width = os.environ.get("COLUMNS", "1")
+    if not width.strip("0") or len(width) > WIDEST:
         del os.environ["COLUMNS"]
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(free)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

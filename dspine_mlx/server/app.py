@@ -23,6 +23,7 @@ from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.provider import Provider, reachable
 
+PORTS = (1 << 16) - 1
 LAST_WORDS = 0.5  # seconds to tell waiting clients that the server stops
 
 
@@ -43,6 +44,8 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
 
     `InputError` if the models that the command line names can't be loaded.
     """
+    if not 0 <= port <= PORTS:
+        raise InputError(f"--port is {port}; it must lie between 0 and {PORTS}")
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # /v1/models fails without
     prompt_cache = PromptCache(provider, *cache_limits(provider.cli_args))
     generator = ResponseGenerator(provider, prompt_cache, options)

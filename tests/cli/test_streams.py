@@ -141,3 +141,20 @@ def test_a_broken_chat_template(template: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     said = one_sentence(run([*SAY, "-p", "hi", "--model", str(folder)]))
     assert "this model's chat template " in said
+
+
+@pytest.mark.parametrize("streams", ["<&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_files_of_weights(streams: str) -> None:
+    assert run([*SAY, "-p", "hi"], shell=f'exec "$@" {streams}').returncode == 0
+
+
+@pytest.mark.parametrize("columns", ["100000000", "9" * 30])
+def test_no_screen_is_that_wide(columns: str) -> None:
+    result = run(["--help"], {"COLUMNS": columns})
+    assert result.returncode == 0
+    assert max(map(len, result.stdout.decode().splitlines())) < 1000
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "70000000000"])
+def test_ports_are_ports(port: str) -> None:
+    assert "it must lie between 0 and 65535" in one_sentence(run(["serve", "--port", port]))

@@ -209,7 +209,7 @@ def test_text_is_text() -> None:
     arguments.check_text("\N{GRINNING FACE}\0\uffff")
 
 
-PYTHON: list[tuple[Any, dict[str, Any]]] = [
+PYTHON: list[Any] = [
     ([5], {"verify_length": 2.0}),
     ([5], {"verify_length": np.int64(3)}),
     ([5, 6, 7], {"verify_length": True}),

@@ -21,6 +21,7 @@ from dspine_mlx.models.choose import AUTO, choose, hint
 from dspine_mlx.models.fit import check_configs
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
+from dspine_mlx.server.flags import check_flags
 from dspine_mlx.server.options import ANY, Options
 from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target
@@ -34,6 +35,7 @@ class Provider(host.ModelProvider):
     """Loads the target once; a request with another drafter, or none, leaves it loaded."""
 
     def __init__(self, cli_args: Namespace, options: Options):
+        check_flags(cli_args)
         if cli_args.model is None:
             default_pair(cli_args)
         elif cli_args.draft_model in (None, AUTO):

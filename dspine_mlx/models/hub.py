@@ -64,17 +64,17 @@ def folder_of(path: str | Path) -> Path | None:
     """The folder that a path names, or None for a Hub id; `InputError` for what is neither."""
     if not isinstance(path, str | Path):
         raise InputError(f"{path!r} is no model; give a folder or a Hub id owner/name")
+    shown = str(path).encode(errors="backslashreplace").decode()
     try:
         folder = Path(path).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
     except (RuntimeError, OSError, ValueError) as error:  # ~somebody; a name that none can have
-        raise InputError(f"{str(path)!a} can't be found: {error}") from error
+        raise InputError(f"{shown} can't be found: {error}") from error
     if is_folder:
         return folder
     if exists:
         raise InputError(f"{path} is a file; give the folder that holds config.json")
     if isinstance(path, Path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        shown = str(path).encode(errors="backslashreplace").decode()
         raise InputError(f"there is no folder {shown}; give a model folder or a Hub id owner/name")
     return None
 

@@ -16,11 +16,11 @@ CALLED = ("get_pack_factor", "get_bytes_per_pack", "load_vector", "load_vector_s
 SIZES = "constexpr constant int SIMD_SIZE = 32;\nconstexpr constant int QUAD_SIZE = 4;\n"
 
 
-def function_template(name: str) -> str:
+def function_template(name: str, header: Path = HEADER) -> str:
     """The function template of that name, with its template line."""
-    text = HEADER.read_text().encode("ascii", "ignore").decode()
+    text = header.read_text().encode("ascii", "ignore").decode()
     found = re.search(rf"\b{name}\(", text)
-    assert found, f"{HEADER} has no {name}"
+    assert found, f"{header} has no {name}"
     start = text.rindex("template <", 0, found.start())
     depth, end = 0, text.index("{", found.start())
     while True:

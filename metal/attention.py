@@ -57,6 +57,24 @@ class Attended(NamedTuple):
         """(bits, group size); zeros: floating."""
         return (self.cache.bits, self.cache.group_size) if self.packed else (0, 0)
 
+    def widened(self) -> "Attended":
+        """The same in float32, and unpacked."""
+        if self.packed:
+            single = [
+                mx.dequantize(
+                    packed,
+                    scales.astype(mx.float32),
+                    biases.astype(mx.float32),
+                    self.cache.group_size,
+                    self.cache.bits,
+                )
+                for packed, scales, biases in (self.keys, self.values)
+            ]
+        else:
+            single = [array.astype(mx.float32) for array in (self.keys, self.values)]
+        sinks = None if self.sinks is None else self.sinks.astype(mx.float32)
+        return self._replace(keys=single[0], values=single[1], cache=None, sinks=sinks)
+
     def first(self, count: int) -> "Attended":
         """The first keys, all of them seen."""
         if self.packed:
@@ -100,9 +118,10 @@ def rows_attention(
 def attend(queries: mx.array, attended: Attended, stock: Any = None) -> mx.array:
     """Attend by mlx-lm's function, which scales the queries of quantised caches in place."""
     stock = stock or scaled_dot_product_attention
-    *positional, cache, scale, mask, sinks = attended
+    keys, values, cache, scale, mask, sinks = attended
     rest = {} if sinks is None else {"sinks": sinks}
-    out: mx.array = stock(queries[:], *positional, cache=cache, scale=scale, mask=mask, **rest)
+    rows = queries[:] if attended.packed else queries
+    out: mx.array = stock(rows, keys, values, cache=cache, scale=scale, mask=mask, **rest)
     return out
 
 

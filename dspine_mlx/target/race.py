@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.attention import Attended, attend
+from dspine_mlx.metal.exact_attention import attend_apart
 from dspine_mlx.metal.rows import Matrix, multiply, tile_cuts
 from dspine_mlx.metal.rows_exact import CUTS, Exact, Form, apart, exact_limits, forms
 from dspine_mlx.target.products import APART, STOCK, UNPACKED, Product, name
@@ -158,7 +160,7 @@ class Race:
             return False
 
     def check(
-        self, entrants: list[Product], x: mx.array, matrices: Sequence[Matrix]
+        self, entrants: list[Product], x: mx.array, matrices: Sequence[Any]
     ) -> tuple[dict[Product, bool], list[str]]:
         """Check values. Returns the products that pass, and whether each has plain decoding's bits;
         and what was wrong with the others."""
@@ -187,7 +189,7 @@ class Race:
         return right, rejected
 
     def times(
-        self, products: list[Product], x: mx.array, matrices: Sequence[Matrix]
+        self, products: list[Product], x: mx.array, matrices: Sequence[Any]
     ) -> dict[Product, list[float]]:
         """Time one product each, in interleaved repeats, of those that are not hopeless."""
         some = enough(matrices)
@@ -219,13 +221,15 @@ class Race:
 
 
 class Wanted:
-    """The reference for products of x and a matrix."""
+    """The reference for products of x and a matrix, or for attention of queries x."""
 
-    def __init__(self, x: mx.array, matrix: Matrix):
-        self.one_row = apart(x, matrix)
-        self.truth = multiply(x.astype(mx.float32), widened(matrix))
+    def __init__(self, x: mx.array, matrix: Any):
+        attends = isinstance(matrix, Attended)
+        stock, one_by_one = (attend, attend_apart) if attends else (multiply, apart)
+        self.one_row = one_by_one(x, matrix)
+        self.truth = stock(x.astype(mx.float32), widened(matrix))
         self.largest = mx.abs(self.truth).max()
-        self.stock = self.error(multiply(x, matrix))
+        self.stock = self.error(stock(x, matrix))
 
     def error(self, y: mx.array) -> float:
         return (mx.abs(y.astype(mx.float32) - self.truth).max() / self.largest).item()
@@ -257,8 +261,10 @@ def same_bits(a: mx.array, b: mx.array, nan: bool = False) -> bool:
     return mx.array_equal(a, b, equal_nan=nan).item()
 
 
-def widened(matrix: Matrix) -> Matrix:
-    """The same weights for rows of float32."""
+def widened(matrix: Any) -> Any:
+    """The same weights, or keys and values, for rows of float32."""
+    if isinstance(matrix, Attended):
+        return matrix.widened()
     if matrix.scales is None:
         return Matrix(matrix.weight.astype(mx.float32))
     if matrix.biases is None:  # scales are small floats, whatever the rows' dtype
@@ -267,9 +273,10 @@ def widened(matrix: Matrix) -> Matrix:
     return matrix._replace(scales=scales, biases=biases)
 
 
-def enough(matrices: Sequence[Matrix]) -> list[Matrix]:
+def enough(matrices: Sequence[Any]) -> list[Any]:
     """The first matrices that together exceed any cache, or all if they don't."""
-    some, size = [], 0
+    some: list[Any] = []
+    size = 0
     for matrix in matrices:
         some.append(matrix)
         size += matrix.nbytes

@@ -239,7 +239,7 @@ ROWS_ATTENTION = Kernel(
     launch_rows,
     attention_limits,
     strided=True,  # caches are views of larger arrays
-    header="rows_header",
+    headers=("rows_header",),
 )  # fmt: skip
 ROWS_MERGE = Kernel(
     "rows_merge",
@@ -248,5 +248,5 @@ ROWS_MERGE = Kernel(
     merge,
     launch_merge,
     lambda *_: None,
-    header="rows_header",
+    headers=("rows_header",),
 )

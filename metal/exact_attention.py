@@ -131,7 +131,7 @@ EXACT_ATTENTION = Kernel(
     launch_exact,
     exact_limits,
     strided=True,
-    header="rows_header",
+    headers=("rows_header",),
 )
 EXACT_MERGE = Kernel(
     "exact_merge",
@@ -140,5 +140,5 @@ EXACT_MERGE = Kernel(
     merge,
     launch_merge,
     lambda *_: None,
-    header="rows_header",
+    headers=("rows_header",),
 )

@@ -32,12 +32,12 @@ for (int column = lane * SPAN; column < K; column += 32 * SPAN) {
             float values[UNIT];
             load_inputs<UNIT>(x + row * K + column + u, from);
             UNROLL for (int c = 0; c < UNIT; ++c) values[c] = static_cast<float>(from[c]);
-            sums[m] = add_inputs<BITS, WIDE>(sums[m], from);
-            unit_inputs<BITS>(values, inputs[m]);
+            if (MODE == AFFINE) sums[m] = add_inputs<BITS, WIDE>(sums[m], from);
+            unit_inputs<MODE, BITS>(values, inputs[m]);
         }
         UNROLL for (int o = 0; o < OUTS; ++o) {
             float weights[TERMS];
-            unit_weights<BITS>(packed[o], u * BITS, weights);
+            unit_weights<MODE, BITS>(packed[o], u * BITS, weights);
             UNROLL for (int m = 0; m < ROWS; ++m) {
                 dots[o][m] = add_unit<BITS, FUSE>(dots[o][m], inputs[m], weights);
             }
@@ -45,9 +45,10 @@ for (int column = lane * SPAN; column < K; column += 32 * SPAN) {
     }
     UNROLL for (int o = 0; o < OUTS; ++o) {
         size_t at = (static_cast<size_t>(min(first + o, N - 1)) * K + column) / GROUP;
-        float scale = static_cast<float>(scales[at]), bias = static_cast<float>(biases[at]);
+        float scale = scale_value<MODE>(scales[at]);
+        float bias = MODE == AFFINE ? static_cast<float>(biases[at]) : 0.0f;
         UNROLL for (int m = 0; m < ROWS; ++m) {
-            results[o][m] += scale_and_bias<FUSE>(scale, dots[o][m], bias, sums[m]);
+            results[o][m] = add_block<MODE, FUSE>(results[o][m], scale, dots[o][m], bias, sums[m]);
         }
     }
 }

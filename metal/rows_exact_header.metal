@@ -1,5 +1,4 @@
-// The order in which MLX's kernel for one row adds products, spelt out. MLX puts this before a body.
-#define UNROLL _Pragma("clang loop unroll(full)")
+// The order in which MLX's kernel for one row adds products, spelt out. After rows_header.
 
 // Columns of a pack: 32 bits, or 3 or 5 bytes.
 template <int BITS>
@@ -48,11 +47,20 @@ inline void load_inputs(const device T* from, thread T* to) {
     }
 }
 
-// One factor of each product of the unit that begins at `bit`.
-template <int BITS>
+// One factor of each product of the unit that begins at `bit`: fields of integers, or the small floats
+// themselves.
+template <int MODE, int BITS>
 inline void unit_weights(const thread uint* words, int bit, thread float* terms) {
     constexpr int WINDOW = window_bits<BITS>();
     int term = 0;
+    if constexpr (MODE != AFFINE) {
+        UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
+            int at = bit + c * BITS;
+            uint field = words[at / 32] >> (at % 32) & ((1u << BITS) - 1u);
+            terms[c] = small_float<BITS>(field);
+        }
+        return;
+    }
     UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
         int at = bit + c * BITS, low = at % WINDOW;
         int inside = min(BITS, WINDOW - low);
@@ -65,11 +73,16 @@ inline void unit_weights(const thread uint* words, int bit, thread float* terms)
     }
 }
 
-// The other: x over 2^low, and times 2^WINDOW for the rest of a field. Powers of two: exact.
-template <int BITS>
+// The other: x, for integers over 2^low, and times 2^WINDOW for the rest of a field. Powers of two:
+// exact.
+template <int MODE, int BITS>
 inline void unit_inputs(const thread float* x, thread float* terms) {
     constexpr int WINDOW = window_bits<BITS>();
     int term = 0;
+    if constexpr (MODE != AFFINE) {
+        UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) terms[c] = x[c];
+        return;
+    }
     UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
         int low = c * BITS % WINDOW;
         float scaled = x[c] / static_cast<float>(1 << low);
@@ -117,8 +130,17 @@ inline float add_unit(float dot, const thread float* a, const thread float* b) {
     return dot;
 }
 
-template <int FUSE>
-inline float scale_and_bias(float scale, float dot, float bias, float sum) {
-    if constexpr (FUSE == 0) return scale * dot + sum * bias;
-    else return FUSE % 2 == 1 ? fma(scale, dot, sum * bias) : fma(sum, bias, scale * dot);
+// A row's result with a block's products. Small floats have no bias: there the odd forms fuse the
+// scale with the addition.
+template <int MODE, int FUSE>
+inline float add_block(float result, float scale, float dot, float bias, float sum) {
+    if constexpr (MODE != AFFINE) {
+        if (FUSE % 2 == 1) return fma(scale, dot, result);
+        float scaled = scale * dot;  // a statement of its own, as in MLX
+        return result + scaled;
+    } else if constexpr (FUSE == 0) {
+        return result + (scale * dot + sum * bias);
+    } else {
+        return result + (FUSE % 2 == 1 ? fma(scale, dot, sum * bias) : fma(sum, bias, scale * dot));
+    }
 }

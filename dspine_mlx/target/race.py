@@ -16,7 +16,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.metal.attention import Attended, attend
 from dspine_mlx.metal.exact_attention import attend_apart
 from dspine_mlx.metal.rows import Matrix, multiply, tile_cuts
-from dspine_mlx.metal.rows_exact import CUTS, Exact, Form, apart, exact_limits, forms
+from dspine_mlx.metal.rows_exact import CUTS, FUSIONS, Exact, Form, apart, exact_limits, forms
 from dspine_mlx.target.products import APART, STOCK, UNPACKED, Product, name
 
 MODES = ("auto", "exact", "off")
@@ -142,10 +142,11 @@ class Race:
         It is found in float32, where a wrong form shows in most values; rounding to bfloat16 hides
         it in all but a few.
         """
-        key = (matrix.bits, matrix.group_size, matrix.shape[1] % 512 == 0, x.dtype)
+        packing = (matrix.mode, matrix.bits, matrix.group_size)
+        key = (*packing, matrix.shape[1] % 512 == 0, x.dtype)
         if key not in self.forms:
             found = forms(matrix)
-            tried = found if self.mode == "exact" else found[: len(found) // 4]
+            tried = found if self.mode == "exact" else found[: len(FUSIONS)]
             self.forms[key] = next((f for f in tried if self.has_form(f, matrix, x)), None)
         return self.forms[key]
 

@@ -144,3 +144,55 @@ inline float add_block(float result, float scale, float dot, float bias, float s
         return result + (FUSE % 2 == 1 ? fma(scale, dot, sum * bias) : fma(sum, bias, scale * dot));
     }
 }
+
+// A lane's part of OUTS x ROWS results, which simd_sum completes: it takes PACKS packs of columns of
+// every 32 PACKS, unit by unit. outputs, rows: rows of W and of x.
+template <int MODE, int BITS, int GROUP, int PACKS, bool WIDE, int FUSE, int OUTS, int ROWS,
+          typename T, typename S, typename B>
+inline void lane_sums(
+    const device uint* weight, const device S* scales, const device B* biases, const device T* x,
+    const thread size_t* outputs, const thread size_t* rows, int K, int lane,
+    thread float* results) {
+    constexpr int UNIT = unit_columns<BITS>(), TERMS = unit_terms<BITS>();
+    constexpr int SPAN = PACKS * pack_columns<BITS>(), BYTES = SPAN * BITS / 8;
+    UNROLL for (int i = 0; i < OUTS * ROWS; ++i) results[i] = 0.0f;
+    for (int column = lane * SPAN; column < K; column += 32 * SPAN) {
+        uint packed[OUTS][(BYTES + 3) / 4];
+        UNROLL for (int o = 0; o < OUTS; ++o) {
+            size_t at = outputs[o] * K + column;
+            load_bytes<BYTES>(weight, at / 8 * BITS + at % 8 * BITS / 8, packed[o]);
+        }
+        float dots[OUTS][ROWS], sums[ROWS];
+        UNROLL for (int m = 0; m < ROWS; ++m) {
+            sums[m] = 0.0f;
+            UNROLL for (int o = 0; o < OUTS; ++o) dots[o][m] = 0.0f;
+        }
+        UNROLL for (int u = 0; u < SPAN; u += UNIT) {
+            float inputs[ROWS][TERMS];
+            UNROLL for (int m = 0; m < ROWS; ++m) {
+                T from[UNIT];
+                float values[UNIT];
+                load_inputs<UNIT>(x + rows[m] * K + column + u, from);
+                UNROLL for (int c = 0; c < UNIT; ++c) values[c] = static_cast<float>(from[c]);
+                if (MODE == AFFINE) sums[m] = add_inputs<BITS, WIDE>(sums[m], from);
+                unit_inputs<MODE, BITS>(values, inputs[m]);
+            }
+            UNROLL for (int o = 0; o < OUTS; ++o) {
+                float weights[TERMS];
+                unit_weights<MODE, BITS>(packed[o], u * BITS, weights);
+                UNROLL for (int m = 0; m < ROWS; ++m) {
+                    dots[o][m] = add_unit<BITS, FUSE>(dots[o][m], inputs[m], weights);
+                }
+            }
+        }
+        UNROLL for (int o = 0; o < OUTS; ++o) {
+            size_t at = (outputs[o] * K + column) / GROUP;
+            float scale = scale_value<MODE>(scales[at]);
+            float bias = MODE == AFFINE ? static_cast<float>(biases[at]) : 0.0f;
+            UNROLL for (int m = 0; m < ROWS; ++m) {
+                results[o * ROWS + m] = add_block<MODE, FUSE>(
+                    results[o * ROWS + m], scale, dots[o][m], bias, sums[m]);
+            }
+        }
+    }
+}

@@ -15,6 +15,7 @@ import mlx.core as mx
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.attention import Attended, attend
 from dspine_mlx.metal.exact_attention import attend_apart
+from dspine_mlx.metal.experts import Experts, gather, gather_apart
 from dspine_mlx.metal.rows import Matrix, multiply, tile_cuts
 from dspine_mlx.metal.rows_exact import CUTS, FUSIONS, Exact, Form, apart, exact_limits, forms
 from dspine_mlx.target.products import APART, STOCK, UNPACKED, Product, name
@@ -222,11 +223,10 @@ class Race:
 
 
 class Wanted:
-    """The reference for products of x and a matrix, or for attention of queries x."""
+    """The reference for products of x and a matrix, or experts, or for attention of queries x."""
 
     def __init__(self, x: mx.array, matrix: Any):
-        attends = isinstance(matrix, Attended)
-        stock, one_by_one = (attend, attend_apart) if attends else (multiply, apart)
+        stock, one_by_one = functions(matrix)
         self.one_row = one_by_one(x, matrix)
         self.truth = stock(x.astype(mx.float32), widened(matrix))
         self.largest = mx.abs(self.truth).max()
@@ -243,6 +243,13 @@ class Wanted:
         if error <= 2 * self.stock + SLACK:  # False for NaN
             return ""
         return f"error {error:.2g}, stock has {self.stock:.2g}"
+
+
+def functions(matrix: Any) -> tuple[Callable[..., mx.array], Callable[..., mx.array]]:
+    """MLX's function for all rows, and row by row."""
+    if isinstance(matrix, Attended):
+        return attend, attend_apart
+    return (gather, gather_apart) if isinstance(matrix, Experts) else (multiply, apart)
 
 
 def plain(products: Collection[Product]) -> Product:
@@ -264,7 +271,7 @@ def same_bits(a: mx.array, b: mx.array, nan: bool = False) -> bool:
 
 def widened(matrix: Any) -> Any:
     """The same weights, or keys and values, for rows of float32."""
-    if isinstance(matrix, Attended):
+    if isinstance(matrix, Attended | Experts):
         return matrix.widened()
     if matrix.scales is None:
         return Matrix(matrix.weight.astype(mx.float32))

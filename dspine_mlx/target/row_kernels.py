@@ -29,7 +29,8 @@ from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
 from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
-from dspine_mlx.target.verdicts import AnyShape, AttentionShape, Shape, Verdicts
+from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
+from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
 LINEAR = (nn.QuantizedLinear, nn.Linear)
@@ -62,13 +63,14 @@ class RowKernels:
         self.attention: list[AttentionShape] = []
         self.verdicts: Verdicts = {}
         self.widths: list[int] = []
+        self.experts = expert_layers(target) if raced else {}
         self.know(shapes_of(target) if raced else [])
         self.swaps: dict[int, list[tuple[nn.Module, type[nn.Module]]]] = {}
         self.arrange()
 
     @property
     def all_shapes(self) -> list[AnyShape]:
-        return [*self.shapes, *self.attention]
+        return [*self.shapes, *self.experts, *self.attention]
 
     def know(self, attention: Iterable[AttentionShape]) -> None:
         """Add kinds of attention, each at every context that has a verdict of its own."""
@@ -117,6 +119,8 @@ class RowKernels:
     def raced(self, shape: AnyShape, rows: int) -> Verdict:
         if isinstance(shape, AttentionShape):
             return attention_verdict(self.race, shape, rows)
+        if isinstance(shape, ExpertShape):
+            return expert_verdict(self.race, shape, self.experts[shape], rows)
         matrices = [Matrix.of(layer) for layer in self.shapes[shape]]
         return self.race.verdict(matrices, rows, self.dtype)
 
@@ -131,12 +135,18 @@ class RowKernels:
         self.swaps = {rows: [] for rows in range(2, MAX_ROWS + 1)}
         unsettled = APART if self.exact else STOCK
         for shape, layers in self.shapes.items():
-            products = {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
+            products = self.products_of(shape)
             kinds = set(map(type, layers))
             classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
             for rows, swaps in self.swaps.items():
                 if self.exact or products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, classes[type(layer)]) for layer in layers]
+        for experts, layers in self.experts.items():
+            products = self.products_of(experts)
+            cls = swapped_experts(experts.chosen, products, experts.dtype)
+            for rows, swaps in self.swaps.items():
+                if products.get(rows, STOCK) != STOCK:
+                    swaps += [(layer, cls) for layer in layers]
         self.attend.products = {
             (shape, rows): verdict.product
             for (shape, rows), verdict in self.verdicts.items()
@@ -145,6 +155,10 @@ class RowKernels:
         if self.exact or self.attend.products:
             for swaps in self.swaps.values():
                 swaps += self.row_attention.swaps
+
+    def products_of(self, shape: AnyShape) -> dict[int, Product]:
+        """By number of rows."""
+        return {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
 
     @contextmanager
     def verifying(self, rows: int) -> Iterator[None]:
@@ -232,11 +246,15 @@ class RowKernels:
         if self.race.idle:
             return [f"verify rows are MLX's: {self.race.idle}"]
         lines = [self.promise()] if self.exact else []
+        layers: dict[AnyShape, list[nn.Module]] = {}
+        layers |= self.shapes
+        layers |= self.experts
         for shape in self.all_shapes:
             found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
             parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
-            layers = f"{len(self.shapes[shape])} x " if isinstance(shape, Shape) else ""
-            lines.append(f"{layers}[{shape}]: {'; '.join(parts) or 'not raced yet'}")
+            count = len(layers[shape]) if shape in layers else 0  # attention: not counted
+            before = f"{count} x " if count else ""
+            lines.append(f"{before}[{shape}]: {'; '.join(parts) or 'not raced yet'}")
         return lines
 
 

@@ -23,6 +23,7 @@ TEXTS = (
     "rows_tile",
     "rows_exact_header",
     "rows_exact",
+    "experts_exact",
     "rows_attention",
     "rows_merge",
     "exact_attention",
@@ -89,9 +90,35 @@ class AttentionShape(NamedTuple):
         )
 
 
-AnyShape = Shape | AttentionShape
+class ExpertShape(NamedTuple):
+    """The experts that a verdict holds for. chosen: of them, by a row. own: each of these has a row
+    of its own, as after the first layer."""
+
+    experts: int
+    outputs: int
+    columns: int
+    bits: int
+    group_size: int
+    mode: str
+    chosen: int
+    own: bool
+    dtype: str
+
+    def __str__(self) -> str:
+        mode = "" if self.mode == "affine" else f"{self.mode}, "
+        return (
+            f"{self.chosen} of {self.experts} experts, {self.outputs} x {self.columns}, "
+            f"{mode}{self.bits} bits, groups of {self.group_size}"
+        )
+
+
+AnyShape = Shape | AttentionShape | ExpertShape
 Verdicts = dict[tuple[AnyShape, int], Verdict]
-KINDS: dict[str, type[AnyShape]] = {"shape": Shape, "attention": AttentionShape}  # of entries
+KINDS: dict[str, type[AnyShape]] = {  # of entries
+    "shape": Shape,
+    "attention": AttentionShape,
+    "experts": ExpertShape,
+}
 
 
 def kernels_key(race: Race) -> dict[str, Any]:

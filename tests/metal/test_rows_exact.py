@@ -140,7 +140,7 @@ def test_on_metal_a_form_has_the_bits_of_mlx(
     assert mx.array_equal(rows_exact(x, weight, Exact(form)), rows_exact(x, weight)).item()
 
 
-FAULTS = {  # the last bit flipped, another order, another row's scale
+FAULTS = {  # the last bit flipped, another order, another row's scale, another row's sum
     "last bit": ("<T>(result);", "<T>(as_type<float>(as_type<uint>(result) ^ (first + o == 1)));"),
     "order of the units": ("u * BITS, weights", "(SPAN - UNIT - u) * BITS, weights"),
     "scale": ("(scales[at])", "(scales[max(at, 1ul) - 1])"),
@@ -152,9 +152,10 @@ FAULTS = {  # the last bit flipped, another order, another row's scale
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault: str) -> None:
     found, replacement = FAULTS[fault]
-    source = ROWS_EXACT.definition["source"]
-    assert found in source
-    spoiled = Emulator(ROWS_EXACT.definition | {"source": source.replace(found, replacement)})
+    texts = {part: ROWS_EXACT.definition[part] for part in ("header", "source")}
+    assert any(found in text for text in texts.values())
+    planted = {part: text.replace(found, replacement) for part, text in texts.items()}
+    spoiled = Emulator(ROWS_EXACT.definition | planted)
     x, weight = case(4, 64, mx.float32, whole=True)
     (y,) = ROWS_EXACT.launcher(spoiled, x, weight, Exact(Form(2)))
     assert not mx.array_equal(y, one_row(x, weight)).item()

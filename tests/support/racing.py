@@ -9,6 +9,7 @@ import pytest
 from dspine_mlx.metal import rows, rows_exact
 from dspine_mlx.metal.attention import Attended, Parts, attend
 from dspine_mlx.metal.exact_attention import ExactAttention, attend_apart
+from dspine_mlx.metal.experts import ExactExperts, Experts, gather, gather_apart
 from dspine_mlx.metal.rows import ROWS_TILE, Matrix
 from dspine_mlx.metal.rows_exact import ROWS_EXACT
 from dspine_mlx.target import attention_race, products
@@ -50,7 +51,8 @@ class Kernel:
 
 
 class Attention:
-    """In the place of a kernel's call: it takes its time, and MLX attends unless it is real."""
+    """In the place of a kernel's call: it takes its time, and MLX does its work unless it is
+    real."""
 
     def __init__(self, track: "Track", seconds: float):
         self.track, self.seconds = track, seconds
@@ -64,7 +66,8 @@ class Attention:
         def called(made: Any, queries: mx.array, attended: Attended) -> mx.array:
             self.calls += 1
             self.track.now += self.seconds
-            y = launch(made, queries, attended) if self.real else attend_apart(queries, attended)
+            mlx = gather if isinstance(attended, Experts) else attend_apart
+            y = launch(made, queries, attended) if self.real else mlx(queries, attended)
             return self.spoil(made, y, attended)
 
         monkeypatch.setattr(cut, "__call__", called)
@@ -90,6 +93,13 @@ class Track:
         self.parts.patch(monkeypatch, Parts)
         self.exact_attention = Attention(self, 0.6)
         self.exact_attention.patch(monkeypatch, ExactAttention)
+        self.experts = Attention(self, 0.7)
+        self.experts.patch(monkeypatch, ExactExperts)
+        for function, seconds in ((gather, lambda rows: self.stock),
+                                  (gather_apart, lambda rows: self.row * rows)):  # fmt: skip
+            monkeypatch.setattr(
+                products, function.__name__, self.attending(function, seconds, axis=0)
+            )
         monkeypatch.setattr(products, "attend", self.attending(attend, lambda rows: self.stock))
         monkeypatch.setattr(
             products, "attend_apart", self.attending(attend_apart, lambda rows: self.row * rows)
@@ -114,10 +124,10 @@ class Track:
         return multiply
 
     def attending(
-        self, function: Callable[..., mx.array], seconds: Callable[[int], float]
+        self, function: Callable[..., mx.array], seconds: Callable[[int], float], axis: int = 2
     ) -> Callable[..., mx.array]:
         def attend(queries: mx.array, attended: Attended) -> mx.array:
-            self.now += seconds(queries.shape[2])
+            self.now += seconds(queries.shape[axis])
             y = function(queries, attended)
             return self.spoil_stock(y) if function.__name__ == "attend" else y
 

@@ -88,7 +88,7 @@ def expert_verdict(race: Race, shape: ExpertShape, layers: list[nn.Module], rows
     neighbours in a text share more."""
     random = mx.random.key(rows)
     dtype: mx.Dtype = getattr(mx, shape.dtype)
-    asked = mx.random.normal((rows, shape.experts), key=random).argsort(axis=1)
+    asked = mx.argsort(mx.random.normal((rows, shape.experts), key=random), axis=1)
     indices = asked[:, : shape.chosen].astype(mx.uint32)
     width = shape.chosen if shape.own else 1
     x = mx.random.normal((rows, width, 1, shape.columns), key=random).astype(dtype)

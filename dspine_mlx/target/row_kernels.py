@@ -246,9 +246,8 @@ class RowKernels:
         if self.race.idle:
             return [f"verify rows are MLX's: {self.race.idle}"]
         lines = [self.promise()] if self.exact else []
-        layers: dict[AnyShape, list[nn.Module]] = {}
-        layers |= self.shapes
-        layers |= self.experts
+        layers: dict[AnyShape, list[nn.Module]] = dict(self.shapes.items())
+        layers.update(self.experts.items())
         for shape in self.all_shapes:
             found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
             parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]

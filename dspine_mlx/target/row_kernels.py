@@ -28,7 +28,7 @@ from dspine_mlx.target.equal_rows import (
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
-from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
+from dspine_mlx.target.row_attention import Chosen, RowAttention, set_class, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
 from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
@@ -147,12 +147,7 @@ class RowKernels:
             for rows, swaps in self.swaps.items():
                 if products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, cls) for layer in layers]
-        self.attend.products = {
-            (shape, rows): verdict.product
-            for (shape, rows), verdict in self.verdicts.items()
-            if isinstance(shape, AttentionShape) and verdict.product != unsettled
-        }
-        if self.exact or self.attend.products:
+        if self.attend.settle(self.verdicts) or self.exact:
             for swaps in self.swaps.values():
                 swaps += self.row_attention.swaps
 
@@ -169,11 +164,11 @@ class RowKernels:
         classes = [type(layer) for layer, _ in swaps]
         try:
             for layer, cls in swaps:
-                layer.__class__ = cls
+                set_class(layer, cls)
             yield
         finally:
             for (layer, _), cls in zip(swaps, classes, strict=True):
-                layer.__class__ = cls
+                set_class(layer, cls)
 
     def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
         """In exact mode, compare verify forwards of these widths with as many one-row forwards, bit

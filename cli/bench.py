@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.options import DraftOption, TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 from dspine_mlx.errors import InputError
 
@@ -15,14 +15,7 @@ LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
 
 def bench(
     model: TargetOption = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter: a folder or Hub id, or 'auto'. Without one that fits the target, only "
-            "mlx-lm's own modes are measured.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
+    draft_model: DraftOption = None,
     suite: Annotated[
         str | None,
         typer.Option(
@@ -85,7 +78,8 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure speed against mlx-lm's own decoding, all modes in turn in one run.
+    """Measure speed against mlx-lm's own decoding, all modes in turn in one run. Without a drafter
+    that fits the target, only mlx-lm's own modes are measured.
 
     Prints medians over all texts and runs: tokens per second since the prompt was read, and of the
     whole call; speed-up over plain decoding of the same text in the same turn (and its range), of
@@ -97,7 +91,7 @@ def bench(
     """
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one
     from dspine_mlx.cli.bench_tables import check_plot, draw
-    from dspine_mlx.cli.drafter import chosen
+    from dspine_mlx.cli.pair import chosen
     from dspine_mlx.measure.compare import verify_length
     from dspine_mlx.measure.prompts import load_suite
 

@@ -89,6 +89,7 @@ def prepare_streams() -> None:
 def main() -> None:
     """Run the command. Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
     prepare_streams()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is missing
     try:
         app()
     except InputError as error:

@@ -1,6 +1,7 @@
 """The pair that a command runs: which drafter it takes, and loading both."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +13,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.arguments import check_top_k, vocabulary_of
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.options import Pair
+from dspine_mlx.cli.screen import working
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO, load, resolve
 from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
-from dspine_mlx.models.needs import AUTO
+from dspine_mlx.models.needs import AUTO, is_here
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.verify_length.schedule import prepare
 
@@ -40,7 +42,7 @@ class Loaded:
         """Read or measure what steps cost, if the verify length needs that. explain: called with a
         line for every round."""
         if self.drafter is not None and length == AUTO:
-            prepare(self.drafter, profile=profile, explain=explain)
+            measure_costs(self.drafter, profile, explain)
 
     def check_sampler(self, sampler: Sampler) -> None:
         """`InputError` for a top-k that is no smaller than the vocabulary."""
@@ -66,6 +68,20 @@ def chosen(model: str | None, draft_model: str | None) -> str | None:
     return str(resolve(name, revision))
 
 
+def loading(*names: str | None) -> AbstractContextManager[None]:
+    """Say that models are loaded; downloads have bars of their own."""
+    here = all(name is None or is_here(name) for name in names)
+    return working("Loading the model") if here else nullcontext()
+
+
+def measure_costs(
+    drafter: Drafter, profile: bool = True, explain: Callable[[str], None] | None = None
+) -> None:
+    """Make the drafter's schedule: costs are on file, or measured now, which takes seconds."""
+    with working("Measuring what steps cost here, once per pair"):
+        prepare(drafter, profile=profile, explain=explain)
+
+
 def load_pair(
     pair: Pair,
     length: int | str,
@@ -78,15 +94,17 @@ def load_pair(
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
-    target, tokenizer, drafter = load(
-        model,
-        draft_model,
-        kernels=pair.kernels,
-        draft_quant=pair.draft_quant,
-        adapter_path=pair.adapter_path,
-        tokenizer_config=(tokenizer_config or {}) | {"trust_remote_code": pair.trust_remote_code},
-        model_config=model_config or {},
-    )
+    with loading(model, draft_model):
+        target, tokenizer, drafter = load(
+            model,
+            draft_model,
+            kernels=pair.kernels,
+            draft_quant=pair.draft_quant,
+            adapter_path=pair.adapter_path,
+            tokenizer_config=(tokenizer_config or {})
+            | {"trust_remote_code": pair.trust_remote_code},
+            model_config=model_config or {},
+        )
     if drafter is None and length != 0:
         typer.echo(f"No drafter: plain decoding. {hint(model or '')}.", err=True)
     return Loaded(str(model), target, tokenizer, drafter)

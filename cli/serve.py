@@ -1,5 +1,7 @@
 """dspine-mlx serve: mlx_lm.server with a drafter."""
 
+import argparse
+
 import typer
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # how to register `serve`
@@ -7,6 +9,14 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # how to 
 
 def serve(context: typer.Context) -> None:
     """Serve a model with a drafter over HTTP: mlx_lm.server, its flags, and some more."""
+    from dspine_mlx.models.needs import check_pair
+
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--model", "--draft-model"):
+        names.add_argument(flag, nargs="?")
+    found, _ = names.parse_known_args(context.args)
+    check_pair(found.model, found.draft_model)  # before large imports, so that it is said at once
+
     from dspine_mlx.server import main
 
     main(context.args)

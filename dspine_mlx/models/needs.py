@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from dspine_mlx.models.hub import cached_folder, check_reachable, folder_of
+from dspine_mlx.models.hub import cached_file, cached_folder, check_reachable, folder_of
 from dspine_mlx.models.registry import Entry, fitting, registry
 
 AUTO = "auto"
+FORMATS = (".safetensors", ".bin", ".pt")
 
 
 def check_needs(*names: str | Path | None) -> None:
@@ -28,7 +29,13 @@ def check_pair(model: str | None, draft_model: str | None) -> None:
 
 
 def is_here(name: str | Path) -> bool:
-    return folder_of(name) is not None or cached_folder(str(name)) is not None
+    """Whether a model is a folder, or in the Hub's cache with weights of any format."""
+    if folder_of(name) is not None:
+        return True
+    config = cached_file(str(name), "config.json")
+    return config is not None and any(
+        path.suffix in FORMATS for path in config.parent.iterdir() if path.is_file()
+    )
 
 
 def candidates(model: str) -> list[Entry]:

@@ -81,7 +81,9 @@ def verdict(auto: "Auto", depth: int) -> str:
     done, account = auto.statistics, auto.account
     probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
     if auto.parked and auto.hopeless(depth):
-        return f"drafting can't pay here: {hopelessness(auto, depth)}"
+        if not done.rounds:
+            return f"drafting can't pay here: {hopelessness(auto, depth)}"
+        return f"drafting stopped, as steps take longer now: {hopelessness(auto, depth)}"
     if not done.rounds:
         credit = "the credit was spent before" if account.parked else "the text was too short"
         return f"not drafted: {credit}; {probes}"

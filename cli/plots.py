@@ -23,7 +23,7 @@ TRAINING = (  # a panel's title, its y axis, and records of the log
     ),
     ("Learning rate", "learning rate", ("learning_rate",)),
 )
-PANEL = (4.6, 4.0)  # inches
+PANEL = (4.6, 4.4)  # inches
 TRUTH: dict[str, Any] = {
     "color": "0.6",
     "linestyle": "--",
@@ -85,7 +85,8 @@ def draw_reliability(ax: "Axes", mode: str, rounds: Rounds, calibration: Calibra
         ylim=(-0.04, 1.04),
         aspect="equal",
     )
-    ax.legend(fontsize="small", markerscale=0.6)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15), "frameon": False}
+    ax.legend(fontsize="small", markerscale=0.6, **below)
 
 
 def speedups(results: Sequence[Mapping[str, Any]], path: Path, about: About) -> None:
@@ -116,6 +117,7 @@ def speedups(results: Sequence[Mapping[str, Any]], path: Path, about: About) -> 
             ylabel="times plain decoding's speed",
             ylim=(0, None),
         )
+        ax.margins(y=0.25)
         ax.legend(fontsize="small")
 
 

@@ -51,7 +51,7 @@ def test_reliability_is_accepted_against_predicted(tmp_path: Path, drawn: list[F
     offsets = [np.asarray(points.get_offsets()) for points in (before, after)]
     points = np.sort(offsets[0], axis=0)
     np.testing.assert_allclose(points, [[0.36, 0.25], [0.6, 0.75]], atol=1e-6)
-    np.testing.assert_allclose(*offsets)
+    np.testing.assert_allclose(offsets[0], offsets[1])
     names = axes.get_legend_handles_labels()[1]
     assert names[1] == "as the drafter says, error 13.0%"  # the mean of .11 and .15
     assert "predicted" in axes.get_xlabel()

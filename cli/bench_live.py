@@ -83,7 +83,7 @@ def live(pair: Models, prompt: list[int], max_tokens: int) -> dict[str, Any]:
             for side in sides:
                 side.decode(pair, prompt, max_tokens)
     except KeyboardInterrupt:
-        typer.echo("Interrupted; these are the results so far.", err=True)
+        typer.echo("Interrupted; these are the figures so far.", err=True)
     done = [side for side in sides if side.tokens]
     result: dict[str, Any] = {"ways": [side.figures() for side in done], "speedup": None}
     if len(done) == len(sides):

@@ -36,6 +36,8 @@ from dspine_mlx.models.choose import hint
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
+INTERRUPTED = "Interrupted; these are the results so far."
+UNMEASURED = "Interrupted before the first text was measured."
 
 
 def load_pair(
@@ -90,7 +92,7 @@ def one_by_one(
             show_depth({"depth": depth} | result)
             yield {"depth": depth} | result
         if not finished:
-            typer.echo("Interrupted; these are the results so far.", err=True)
+            typer.echo(INTERRUPTED if comparison else UNMEASURED, err=True)
             return
 
 
@@ -195,5 +197,5 @@ def concurrent(
         result["dropped"] = measured.dropped
         show_batches(result)
     if not finished:
-        typer.echo("Interrupted; these are the results so far.", err=True)
+        typer.echo(INTERRUPTED if measured else UNMEASURED, err=True)
     return result

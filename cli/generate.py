@@ -1,6 +1,7 @@
 """dspine-mlx generate: text from a target and a drafter."""
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dspine_mlx.round.statistics import GenerationResponse
 
 OUTPUT = "Output"
+INTERRUPTED = 128 + signal.SIGINT  # a shell's exit status
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,12 @@ def present(responses: "Iterator[GenerationResponse]", output: Output, rounds: l
     if output.as_json:
         typer.echo(json.dumps(summary.report(responses)))
         return
-    last = summary.show(responses, output.show_accepted)
+    last, interrupted = summary.show(responses, output.show_accepted)
     if rounds:
         summary.show_rounds(rounds)
     if output.stats:
         summary.show_statistics(last)
     if not output.quiet and output.verbose.lower() not in ("false", "f"):
         summary.summary(last)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)

@@ -1,10 +1,12 @@
-"""Groups of options: dataclasses that a command takes whole and that typer sees field by field."""
+"""Typer for commands of many options: dataclasses that it sees field by field, help that flows."""
 
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
+
+import typer
 
 Command = Callable[..., None]
 
@@ -43,6 +45,18 @@ def options_of(group: Any) -> Iterator[inspect.Parameter]:
             default=default_of(field),
             annotation=hints[field.name],
         )
+
+
+class Commands(typer.Typer):
+    """A Typer whose help has paragraphs that fit the terminal, not the source's lines."""
+
+    def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
+        def register(function: Any) -> Any:
+            text = settings.pop("help", None) or inspect.getdoc(function) or ""
+            flowing = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+            return super(Commands, self).command(*args, help=flowing, **settings)(function)
+
+        return register
 
 
 def default_of(field: Field[Any]) -> Any:

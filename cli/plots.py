@@ -85,7 +85,11 @@ def draw_reliability(ax: "Axes", mode: str, rounds: Rounds, calibration: Calibra
         ylim=(-0.04, 1.04),
         aspect="equal",
     )
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15), "frameon": False}
+    below: dict[str, Any] = {
+        "loc": "upper center",
+        "bbox_to_anchor": (0.5, -0.15),
+        "frameon": False,
+    }
     ax.legend(fontsize="small", markerscale=0.6, **below)
 
 

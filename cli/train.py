@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dspine_mlx.train.config import LossConfig
     from dspine_mlx.train.run import Job, Run
 
-app = typer.Typer(help="Train a drafter for a target, in MLX.", no_args_is_help=True)
+app = Commands(help="Train a drafter for a target, in MLX.", no_args_is_help=True)
 
 
 class Dtype(str, Enum):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.groups import Commands, grouped
 
 Size = Annotated[int, typer.Option("--size", "-s", help="How large.")]
 
@@ -52,3 +52,18 @@ def test_help_is_the_commands_and_the_fields() -> None:
     for word in ("What it does.", "--name", "--size", "-s", "How large.", "--count", "--extra"):
         assert word in said
     assert "--shape" not in said
+
+
+def test_help_flows_over_the_sources_lines() -> None:
+    app = Commands()
+
+    @app.command()
+    def command() -> None:
+        """What it does, in
+        two lines.
+
+        More
+        of it.
+        """
+
+    assert typer.main.get_command(app).help == "What it does, in two lines.\n\nMore of it."

@@ -162,8 +162,9 @@ def test_behind_a_key_a_browser_asks_for_it(scripted: tuple[str, str], tmp_path:
 def test_a_browser_shows_the_figures(server: Server, tmp_path: Path, width: int) -> None:
     usage(server)
     usage(server, verify_length="auto")
-    refused = server.request("/v1/chat/completions", {"messages": [], "model": "nobody/nothing"})
-    assert refused.status >= 400  # the figures stay those of the last one that was answered
+    asked = {"messages": [{"role": "user", "content": "5"}], "model": "nobody/nothing"}
+    refused = server.request("/v1/chat/completions", asked)
+    assert refused.status == 404  # the figures stay those of the last one that was answered
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"]
     command += [f"--user-data-dir={tmp_path}", f"--window-size={width},900"]
     command += ["--virtual-time-budget=4000", "--dump-dom", f"http://127.0.0.1:{server.port}/"]

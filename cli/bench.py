@@ -1,7 +1,6 @@
 """dspine-mlx bench: the net gain on this machine."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,17 +63,17 @@ class Load:
         float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=LOAD, min=0)
     ] = 0.0
 
-    def check(self, alone: Mapping[str, bool]) -> None:
-        """`InputError` for impossible numbers, and for flags that need one text at a time."""
+    def check(self, live: bool, plot: bool) -> None:
+        """`InputError` for impossible numbers, and for flags that contradict each other."""
         for flag, number in (("--limit", self.limit), ("--max-tokens", self.max_tokens)):
             if number < 1:
                 raise InputError(f"{flag} is {number}; it must be at least 1")
-        given = [flag for flag, given in alone.items() if given]
-        if self.concurrency is not None and given:
-            raise InputError(f"--concurrency measures the server, without {' and '.join(given)}")
-        if "--live" in given and len(given) > 1:
-            raise InputError(f"--live shows one text, without {' and '.join(given[1:])}")
-        if self.suite is None and "--live" not in given:
+        several = self.depths != "0" or plot
+        if self.concurrency is not None and several:
+            raise InputError("--concurrency measures the server, without --depths and --plot")
+        if live and (several or self.concurrency is not None):
+            raise InputError("--live shows one text, without --concurrency, --depths and --plot")
+        if self.suite is None and not live:
             raise InputError("there are no prompts; give --suite with a name or a file")
 
 
@@ -129,15 +128,19 @@ def bench(
     a round's time goes. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
+    from dspine_mlx.measure.modes import AUTO, verify_length
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.models.needs import check_pair
 
     check_new(json_file)
     check_plot(plot)
-    load.check({"--live": live, "--plot": plot is not None, "--depths": load.depths != "0"})
+    load.check(live, plot is not None)
     if repeat < 1:
         raise InputError(f"--repeat is {repeat}; it must be at least 1")
     positions = whole_numbers("--depths", load.depths)
+    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
+    for mode in modes:
+        verify_length(mode)
     check_pair(model, draft_model)  # before large imports, so that it is said at once
     messages = [QUESTION]
     if load.suite is not None:
@@ -146,11 +149,7 @@ def bench(
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
     from dspine_mlx.cli.bench_tables import draw
     from dspine_mlx.cli.pair import chosen
-    from dspine_mlx.measure.compare import AUTO, verify_length
 
-    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
-    for mode in modes:
-        verify_length(mode)
     settings = {
         "prompts": len(messages),
         "max_tokens": load.max_tokens,

@@ -127,7 +127,8 @@ def generate(
     prompting.check()
     from dspine_mlx.models.needs import check_pair
 
-    check_pair(pair.model, pair.draft_model)  # before large imports, so that it is said at once
+    if prompt_cache_file is None:  # which names the model
+        check_pair(pair.model, pair.draft_model)  # before large imports, so that it is said at once
 
     import mlx.core as mx
 

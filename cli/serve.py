@@ -1,7 +1,5 @@
 """dspine-mlx serve: mlx_lm.server with a drafter."""
 
-import argparse
-
 import typer
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # how to register `serve`
@@ -9,6 +7,8 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # how to 
 
 def serve(context: typer.Context) -> None:
     """Serve a model with a drafter over HTTP: mlx_lm.server, its flags, and some more."""
+    import argparse
+
     from dspine_mlx.models.needs import check_pair
 
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from dspine_mlx.errors import InputError
 from dspine_mlx.models.hub import cached_file, cached_folder, check_reachable, folder_of
 from dspine_mlx.models.registry import Entry, fitting, registry
 
@@ -18,6 +19,8 @@ def check_needs(*names: str | Path | None) -> None:
 
 def check_pair(model: str | None, draft_model: str | None) -> None:
     """`check_needs` of a target and its drafter, which may be "auto"."""
+    if model is None and draft_model not in (None, AUTO):
+        raise InputError(f"the drafter {draft_model} needs its target; name it with --model")
     if draft_model != AUTO:
         check_needs(model, draft_model)
         return

@@ -11,7 +11,7 @@ def serve(context: typer.Context) -> None:
 
     from dspine_mlx.models.needs import check_pair
 
-    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names = argparse.ArgumentParser("serve", add_help=False, allow_abbrev=False)
     for flag in ("--model", "--draft-model"):
         names.add_argument(flag, nargs="?")
     found, _ = names.parse_known_args(context.args)

@@ -15,6 +15,7 @@ from dspine_mlx.cli.chat import chat
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.cli.inspect import inspect
 from dspine_mlx.cli.models import models
 from dspine_mlx.cli.options import SeveralValues
@@ -25,7 +26,7 @@ from dspine_mlx.errors import InputError
 
 WIDEST = 4  # digits of a number of columns
 
-app = typer.Typer(
+app = Commands(
     name="dspine-mlx",
     help="Speculative decoding on Apple Silicon with DSpine drafters, on MLX and mlx-lm.",
     no_args_is_help=True,
@@ -34,14 +35,14 @@ app = typer.Typer(
 )
 app.command(cls=SeveralValues)(generate)
 app.command()(chat)
+app.command()(models)
+app.command(context_settings=SETTINGS, add_help_option=False)(serve)
+app.command()(bench)
+app.command()(calibrate)
 app.command()(convert)
 app.command()(inspect)
-app.command()(models)
-app.command()(bench)
 app.command()(doctor)
 app.command()(report)
-app.command()(calibrate)
-app.command(context_settings=SETTINGS, add_help_option=False)(serve)
 app.add_typer(train, name="train")
 
 
@@ -89,6 +90,7 @@ def prepare_streams() -> None:
 def main() -> None:
     """Run the command. Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
     prepare_streams()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is missing
     try:
         app()
     except InputError as error:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models.cache import KVCache, _BaseCache, make_prompt_cache
-from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
+from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -36,19 +36,27 @@ from dspine_mlx.round.policy import Policy, check_verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
 from dspine_mlx.round.text import Checkpoints, DraftFilter, Text, Token
+from dspine_mlx.round.user_code import FedByMLX, user_processors, user_sampler
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.verify_length.schedule import policy_for
 
 
 def plain_tokens(
-    prompt: mx.array, model: nn.Module, *, prompt_cache: list[Any] | None, **options: Any
+    prompt: mx.array,
+    model: nn.Module,
+    *,
+    sampler: SamplerFunction,
+    prompt_cache: list[Any] | None,
+    **options: Any,
 ) -> Generator[Token, None, None]:
     """Decode with mlx-lm alone, for a model without a drafter. A drafter's entries in the cache are
     left as they are."""
     own = None if prompt_cache is None else prompt_cache[: len(make_prompt_cache(model))]
+    fed = FedByMLX(sampler)
+    options |= {"sampler": fed, "prompt_cache": own}
     try:
-        for token, logprobs in generate_step(prompt, model, prompt_cache=own, **options):
-            yield token, logprobs, False
+        for _, logprobs in generate_step(prompt, model, **options):
+            yield fed.read(), logprobs, False
     finally:
         if prompt_cache is not None and own is not None:
             prompt_cache[: len(own)] = own
@@ -214,8 +222,7 @@ def stream_generate(
     vocabulary = vocabulary_of(model)
     prompt = to_token_ids(tokenizer, prompt, vocabulary)
     speed = Speed(prompt_progress_callback)
-    if sampler is None or (isinstance(sampler, Sampler) and sampler.temp == 0):
-        sampler = greedy_sampler
+    sampler, processors = user_sampler(sampler), user_processors(logits_processors)
     if isinstance(sampler, Sampler) and vocabulary is not None:
         check_top_k(sampler.top_k, vocabulary)
     statistics = Statistics()
@@ -232,7 +239,7 @@ def stream_generate(
             stream=stream,
             max_tokens=max_tokens,
             sampler=sampler,
-            logits_processors=logits_processors,
+            logits_processors=processors,
             prompt_cache=prompt_cache,
             max_kv_size=max_kv_size,
             prefill_step_size=prefill_step_size,
@@ -247,7 +254,7 @@ def stream_generate(
             drafter,
             make_caches(model, drafter, prompt_cache, max_kv_size),
             sampler,
-            list(logits_processors or []),
+            processors,
             quantization,
             frozenset(tokenizer.eos_token_ids),
             statistics,

@@ -159,8 +159,7 @@ def test_a_short_block_proposes_the_first_tokens(name: str, slots: int) -> None:
     drafts = [select(proposal) for proposal in short]
     assert [draft.tokens.size for draft in drafts] == [slots] * 2
     assert all(len(d.evidence.log_odds()) == slots for d in drafts if d.evidence is not None)
-    config = drafter.config
-    if not all(config.layer_causal(i) for i in range(config.num_hidden_layers)):
+    if not drafter.config.causal_block:
         return
     full = [select(proposal) for proposal in drafter.propose_texts(anchors, features, rows)]
     for ours, theirs in zip(drafts, full, strict=True):

@@ -1,4 +1,4 @@
-"""Several requests at once with the pair that ships: drafting in a batch against mlx-lm's plain one.
+"""Several requests at once with the pair that ships: a drafting batch against mlx-lm's plain one.
 
 Held-out questions of recipes/demo.py, in turn the plain batch and the drafted one on the same
 questions. Seconds are the processor's, of all threads, from the end of the last prompt's prefill to
@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
 from dspine_mlx.batch.generation import Generation
-from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO, load, load_drafter
 from dspine_mlx.round.statistics import Speed, Statistics
 from recipes.demo import HELD_OUT_SEED

@@ -48,10 +48,11 @@ class Outlook:
         self.usual, self.next = usual, 0
         self.rounds = np.tile(usual.extended([]), (ROUNDS, 1))
 
-    def learn(self, survival: Sequence[float]) -> None:
-        """A round's chances, corrected by its outcome."""
+    def learn(self, survival: Sequence[float], anew: bool = False) -> None:
+        """A round's chances, corrected by earlier outcomes; anew: earlier rounds are too long
+        ago."""
         self.usual.learn(survival)
-        self.rounds[self.next] = self.usual.extended(survival)
+        self.rounds[slice(None) if anew else self.next] = self.usual.extended(survival)
         self.next = (self.next + 1) % ROUNDS
 
     def within(self, tokens: float) -> np.ndarray:

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dspine_mlx.batch.costs import BatchCosts, BatchCurve, guess
-from dspine_mlx.batch.outlook import Outlook, Usual
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength
 from dspine_mlx.batch.profile import batch_curves
+from dspine_mlx.batch.prospects import Average, Prospects
 from dspine_mlx.batch.schedule import Plan, best, padded, planned
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
@@ -30,9 +30,9 @@ HOPE = 1.1  # gain that perfect drafts must reach for probes to be made
 
 @dataclass
 class Record:
-    """One text: its outlook, and how it fares."""
+    """One text: its prospects, and how it fares."""
 
-    outlook: Outlook
+    prospects: Prospects
     credit: float = CREDIT  # tokens that it may still fall behind FLOOR
     saved: float = 0.0  # plain steps that its rounds saved
     rounds: int = 0
@@ -68,7 +68,7 @@ class Scheduled:
         self.costs, self.budget = BatchCosts(curves or [guess(curve)]), Budget()
         self.widest = len(curve.verify[0]) - 1
         self.least = 1 if shortens else self.widest
-        self.usual = dict[str, Usual]()  # by mode
+        self.average = dict[str, Average]()  # by mode
         self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
         self.check = 0  # plain steps left to be timed
         self.plan: Plan | None = None  # of the next round; None: to be made
@@ -84,8 +84,8 @@ class Scheduled:
         mode = mode_of(text.text.sampler)
         calibration = self.calibrations.get(mode) or uncalibrated(self.widest)
         text.chances = Chances(calibration)
-        usual = self.usual.setdefault(mode, Usual(self.widest))
-        self.records[text] = Record(Outlook(usual))
+        average = self.average.setdefault(mode, Average(self.widest))
+        self.records[text] = Record(Prospects(average))
         self.plan = None
         draft = self.costs.draft(texts, self.least, depth)
         self.budget.start_text(draft / self.costs.plain(texts, depth))
@@ -106,8 +106,11 @@ class Scheduled:
 
     def survival(self, texts: list[BatchText]) -> np.ndarray:
         """[B, R, M] of the texts' last rounds, as far as their next ones may go."""
-        outlooks = ((self.records[text].outlook, min(text.left - 1, text.most)) for text in texts)
-        return np.stack([outlook.within(tokens) for outlook, tokens in outlooks])
+        prospectss = (
+            (self.records[text].prospects, min(text.left - 1, text.most)) for text in texts
+        )
+        own = [self.records[text].prospects for text in texts]
+        return np.stack([p.within(n) for p, n in zip(own, limits, strict=True)])
 
     def plainly(self, texts: list[BatchText], depth: int) -> bool:
         self.probing = not self.check and self.probe_due(texts, depth)
@@ -188,7 +191,7 @@ class Scheduled:
             for slot in range(min(length, n + 1)):
                 text.chances.update(slot, known[slot], float(slot < n))
             text.chances.round_over()
-            self.records[text].outlook.learn(
+            self.records[text].prospects.learn(
                 list(accumulate(text.chances.of(odds), mul)), self.probing
             )
         B, depth, slots = len(texts), self.depth, max(map(len, self.known))

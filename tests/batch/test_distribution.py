@@ -37,10 +37,10 @@ class Coupled(FixedLength):
     all gets rows, the rest none."""
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
-        usual = super().lengths(texts, drafts, depth)
+        most = super().lengths(texts, drafts, depth)
         paths = [draft.greedy_path or draft.evidence for draft in drafts]
         odds = [path.log_odds()[0] for path in paths if path is not None]
-        return [n if x == max(odds) else 0 for x, n in zip(odds, usual, strict=True)]
+        return [n if x == max(odds) else 0 for x, n in zip(odds, most, strict=True)]
 
 
 class Narrow(FixedLength):
@@ -54,11 +54,11 @@ class Biased(FixedLength):
     """It looks at what was drawn: a draft is offered if its second token is the likeliest one."""
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
-        usual = super().lengths(texts, drafts, depth)
+        most = super().lengths(texts, drafts, depth)
         drawn = [draft.tokens[1].item() for draft in drafts]
         best = [draft.q[1].argmax() for draft in drafts if draft.q is not None]
         likeliest = [draft.candidates[1, at].item() for draft, at in zip(drafts, best, strict=True)]
-        return [n if x == y else 0 for n, x, y in zip(usual, drawn, likeliest, strict=True)]
+        return [n if x == y else 0 for n, x, y in zip(most, drawn, likeliest, strict=True)]
 
 
 def wanted(model: nn.Module, prompt: list[int]) -> dict[tuple[int, ...], Any]:

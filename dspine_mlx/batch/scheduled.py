@@ -106,9 +106,7 @@ class Scheduled:
 
     def survival(self, texts: list[BatchText]) -> np.ndarray:
         """[B, R, M] of the texts' last rounds, as far as their next ones may go."""
-        prospectss = (
-            (self.records[text].prospects, min(text.left - 1, text.most)) for text in texts
-        )
+        limits = [min(text.left - 1, text.most) for text in texts]
         own = [self.records[text].prospects for text in texts]
         return np.stack([p.within(n) for p, n in zip(own, limits, strict=True)])
 

@@ -90,6 +90,19 @@ class Provider(host.ModelProvider):
                     "--allow-models says what it does",
                     param,
                 )
+        self.check_adapter(wanted)
+
+    def check_adapter(self, wanted: host.ModelDescription) -> None:
+        """mlx_lm loads the command line's model with the command line's adapter, whatever a request
+        asks for."""
+        own = self._adapter_map.get(wanted.model)
+        if wanted.model in self._adapter_map and wanted.adapter not in (None, own):
+            loaded = "without adapters" if own is None else f"with the adapters {own}"
+            raise UnknownModel(
+                f"adapters is {wanted.adapter}, but this server's own model is loaded {loaded}; "
+                "name the model, too, to have it loaded with others",
+                "adapters",
+            )
 
     def download(self, wanted: host.ModelDescription) -> None:
         """Download a model that is not here yet; `UnknownModel` if it can't be loaded."""

@@ -36,9 +36,6 @@ TemplateOption = Annotated[
         help="Arguments of the chat template, a JSON object.",
     ),
 ]
-SeedOption = Annotated[
-    int | None, typer.Option(help="Random seed; draws are mlx-lm's.", rich_help_panel=SAMPLING)
-]
 MaxKvSizeOption = Annotated[
     int | None,
     typer.Option(
@@ -46,7 +43,7 @@ MaxKvSizeOption = Annotated[
     ),
 ]
 PrefillStepOption = Annotated[
-    int, typer.Option(help="Prompt tokens per forward.", rich_help_panel=CACHE)
+    int, typer.Option(help="Prompt tokens per forward pass.", rich_help_panel=CACHE)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
@@ -125,7 +122,7 @@ class Sampling:
         ),
     ] = 0.0
     min_tokens_to_keep: Annotated[
-        int, typer.Option(help="Tokens min-p keeps at least.", rich_help_panel=SAMPLING)
+        int, typer.Option(help="Tokens that min-p always keeps.", rich_help_panel=SAMPLING)
     ] = 1
     top_k: Annotated[
         int,

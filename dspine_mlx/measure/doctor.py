@@ -69,7 +69,7 @@ def packages() -> Iterator[Finding]:
     for name, use in (("llguidance", "structured output"), ("matplotlib", "plots")):
         installed = installed_version(name)
         if installed is None:
-            yield Finding(name, NOTE, f"not installed; {use} needs it", f"pip install {name}")
+            yield Finding(name, NOTE, f"not installed; needed for {use}", f"pip install {name}")
         else:
             yield Finding(name, OK, installed)
 

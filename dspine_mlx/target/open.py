@@ -11,7 +11,14 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.errors import InputError
+
+COUNTS = {
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+MOST = 4096
 
 
 def open_target(folder: Path, name: str, **options: Any) -> tuple[nn.Module, TokenizerWrapper]:
@@ -21,9 +28,18 @@ def open_target(folder: Path, name: str, **options: Any) -> tuple[nn.Module, Tok
     values that no constructor looks at, such as a string for a norm's epsilon.
     """
     with opening(name):
+        check_counts(read_config(folder))
         model, tokenizer = mlx_lm.load(str(folder), **options)
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     return model, tokenizer
+
+
+def check_counts(config: dict[str, Any]) -> None:
+    """Bound what models are built of one by one: a billion layers would fill the memory first."""
+    for values in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name in COUNTS & values.keys():
+            if isinstance(values[name], int | float) and values[name] > MOST:
+                raise InputError(f"{name} is {values[name]}; no model has more than {MOST}")
 
 
 @contextmanager
@@ -35,8 +51,8 @@ def opening(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except InputError:
-        raise
+    except InputError as error:
+        raise InputError(f"{name} can't be loaded as a target: {error}") from error
     except Exception as error:  # noqa: BLE001
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{name} can't be loaded as a target: {reason}") from error

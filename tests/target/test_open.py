@@ -41,6 +41,8 @@ def test_the_shipped_target_opens() -> None:
         ("config.json", "num_attention_heads", "4"),
         ("config.json", "tie_word_embeddings", "x"),
         ("config.json", "hidden_size", 2**31),
+        ("config.json", "num_hidden_layers", 10**9),
+        ("config.json", "text_config", {"num_local_experts": 10**9}),
         ("config.json", "rms_norm_eps", "small"),
         ("config.json", "rms_norm_eps", None),
         ("config.json", "rope_theta", []),

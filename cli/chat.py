@@ -86,7 +86,7 @@ def chat(
     from dspine_mlx.cli.drafter import chosen, say_what_fits
     from dspine_mlx.cli.prompting import chat_text, parse_object
     from dspine_mlx.load import DEMO, load, read_config, resolve
-    from dspine_mlx.round.sampler import Sampler
+    from dspine_mlx.round.sampler import Sampler, never_excluded
     from dspine_mlx.verify_length.schedule import prepare
 
     if pipeline:
@@ -115,13 +115,12 @@ def chat(
         say_what_fits(model)
     elif length == "auto":
         prepare(drafter, profile=not no_profile)
-    special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.chat
     sampler = Sampler(
         temp,
         top_p,
         xtc_probability=xtc_probability,
         xtc_threshold=xtc_threshold,
-        xtc_special_tokens=special,
+        xtc_special_tokens=never_excluded(tokenizer),
     )
     conversation = Conversation(
         target,

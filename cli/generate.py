@@ -215,7 +215,7 @@ def generate(
     from dspine_mlx.cli.prompt_cache import read_saved_prompt
     from dspine_mlx.generate import stream_generate
     from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
-    from dspine_mlx.round.sampler import Sampler
+    from dspine_mlx.round.sampler import Sampler, never_excluded
     from dspine_mlx.verify_length.schedule import prepare
 
     if image:
@@ -257,7 +257,7 @@ def generate(
     rounds: list[str] = []
     if drafter is not None and length == "auto":
         prepare(drafter, profile=not no_profile, explain=rounds.append if explain else None)
-    special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.generate
+    special = never_excluded(tokenizer)
     sampler = replace(sampler, xtc_special_tokens=special, seeded=seed is not None)
     if not ignore_chat_template and has_template(tokenizer, system_prompt):
         messages = messages_of(text, system_prompt, prefill_response)

@@ -76,7 +76,8 @@ def calibrate(
     temperatures = numbers(temps)
     suites = [
         load_suite(name, limit, lambda line: typer.echo(line, err=True))
-        for name in filter(None, (prompts, held_out))
+        for name in (prompts, held_out)
+        if name is not None
     ]
     target, tokenizer, drafter = load(model, draft_model)
     if drafter is None:

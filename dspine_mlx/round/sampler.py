@@ -14,7 +14,6 @@ from mlx_lm.sample_utils import (
     apply_xtc,
     make_sampler,
 )
-
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.arguments import INT32, check_flag, check_real, check_temperature, check_whole

@@ -16,6 +16,7 @@ from dspine_mlx.cli.chat import chat
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.doctor import doctor
 from dspine_mlx.cli.generate import generate
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.cli.inspect import inspect
 from dspine_mlx.cli.models import models
 from dspine_mlx.cli.options import SeveralValues
@@ -29,7 +30,7 @@ TEMPORARY = {"TMPDIR", "TMP", "TEMP", "TEMPDIR"}  # where MLX puts files that it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 
-app = typer.Typer(
+app = Commands(
     name="dspine-mlx",
     help="Speculative decoding on Apple Silicon with DSpine drafters, on MLX and mlx-lm.",
     no_args_is_help=True,
@@ -38,14 +39,14 @@ app = typer.Typer(
 )
 app.command(cls=SeveralValues)(generate)
 app.command()(chat)
+app.command()(models)
+app.command(context_settings=SETTINGS, add_help_option=False)(serve)
+app.command()(bench)
+app.command()(calibrate)
 app.command()(convert)
 app.command()(inspect)
-app.command()(models)
-app.command()(bench)
 app.command()(doctor)
 app.command()(report)
-app.command()(calibrate)
-app.command(context_settings=SETTINGS, add_help_option=False)(serve)
 app.add_typer(train, name="train")
 
 
@@ -114,6 +115,7 @@ def main() -> None:
     """Run the command. Exit status: 0; 2 for bad usage or bad input; 1 for a failure."""
     prepare_environment()
     prepare_streams()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is missing
     try:
         app()
     except InputError as error:

@@ -250,6 +250,8 @@ def stream_generate(
             prompt_progress_callback=speed.progress,
         )
     else:
+        if kv_bits is not None:
+            drafter.target.verify_kernels.expect_caches(kv_bits, kv_group_size)
         text = partial(
             Text,
             drafter,

@@ -17,8 +17,9 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
-from dspine_mlx.models.choose import AUTO, choose, hint
+from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
+from dspine_mlx.models.needs import AUTO
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags

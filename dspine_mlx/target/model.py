@@ -45,6 +45,9 @@ class VerifyKernels(Protocol):
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         """Context for one forward over so many rows, of one text or of several."""
 
+    def expect_caches(self, bits: int, group_size: int) -> None:
+        """Prepare for caches quantised so."""
+
 
 class StockKernels:
     """MLX's own, for any number of rows."""
@@ -63,6 +66,9 @@ class StockKernels:
 
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def expect_caches(self, bits: int, group_size: int) -> None:
+        pass
 
 
 class Target:

@@ -68,7 +68,8 @@ def calibrate(
             raise InputError(f"{flag} is {number}; it must be at least 1")
     suites = [
         load_suite(name, limit, lambda line: typer.echo(line, err=True))
-        for name in filter(None, (prompts, held_out))
+        for name in (prompts, held_out)
+        if name is not None
     ]
 
     from dspine_mlx.cli.pair import chosen, loading

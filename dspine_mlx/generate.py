@@ -90,7 +90,7 @@ def make_caches(
 
 
 def check_length(given: Any, model: nn.Module) -> int:
-    """Require a list with an entry for each of the model's caches, and return how many these are."""
+    """Require a list with an entry for each of the model's caches; returns their number."""
     count = len(make_prompt_cache(model))
     if not isinstance(given, list):
         raise InputError(f"prompt_cache is a {type(given).__name__}; it must be a list")

@@ -26,6 +26,7 @@ from dspine_mlx.server.flags import check_flags
 from dspine_mlx.server.options import ANY, Options
 from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import check_config
 from dspine_mlx.verify_length.schedule import prepare
 
 DEFAULT = "default_model"  # mlx_lm's name for what the command line gave
@@ -160,6 +161,7 @@ class Provider(host.ModelProvider):
             check_memory(folder)
         successor = STOCK(self.cli_args)
         try:
+            check_config(config)
             successor._load(model_path, adapter_path, None)
             caches = len(make_prompt_cache(successor.model))
         except Exception as error:  # mlx_lm may raise anything on a bad checkpoint

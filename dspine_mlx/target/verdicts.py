@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dspine_mlx.cache_folder import reading, write_json
+from dspine_mlx.cache_folder import present, reading, write_json
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.attention import Attended
 from dspine_mlx.metal.kernel import source
@@ -147,7 +147,7 @@ def path(folder: Path, key: dict[str, Any]) -> Path:
 def read(folder: Path, key: dict[str, Any]) -> Verdicts:
     """Read the verdicts under a key; none if the file is absent, unreadable or of another key."""
     file = path(folder, key)
-    if not file.exists():
+    if not present(file):
         return {}
     try:
         with reading(file) as data:

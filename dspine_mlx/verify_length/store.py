@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.cache_folder import cache_folder, reading, write_json
+from dspine_mlx.cache_folder import cache_folder, present, reading, write_json
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length.budget import Budget
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
 def read_costs(drafter: Drafter) -> Shown:
     """Read what the pair had shown when its last text ended; empty without a usable file."""
     path = costs_path(drafter)
-    if not path.is_file():
+    if not present(path):
         return Shown()
     try:
         with reading(path) as data:
@@ -88,7 +88,7 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
     """
     if path is None:
         shipped = [drafter.folder / SHIPPED] if drafter.folder else []
-        path = next((p for p in (calibration_path(drafter), *shipped) if p.is_file()), None)
+        path = next((p for p in (calibration_path(drafter), *shipped) if present(p)), None)
     if path is None:
         return {}
     try:

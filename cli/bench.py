@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.options import PAIR, KernelsOption, TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 from dspine_mlx.errors import InputError
 
@@ -23,6 +23,7 @@ def bench(
             rich_help_panel=PAIR,
         ),
     ] = None,
+    kernels: KernelsOption = "auto",
     suite: Annotated[
         str | None,
         typer.Option(
@@ -56,6 +57,16 @@ def bench(
             min=1,
         ),
     ] = None,
+    rows: Annotated[
+        bool,
+        typer.Option(
+            "--rows",
+            help="Time products of 1 to 16 rows instead, by MLX's own and this package's kernels: "
+            "a table to send. Goes with --model (without: typical shapes) and --json; about a "
+            "minute.",
+            rich_help_panel=LOAD,
+        ),
+    ] = False,
     temp: Annotated[
         float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=LOAD, min=0)
     ] = 0.0,
@@ -92,10 +103,14 @@ def bench(
     texts of 32 tokens or more; tokens per round; how many texts are plain decoding's, and the first
     token that is not (and by how many nats the target prefers its own there); time to the first
     token; peak memory; how many times as fast auto is on the same text in the same turn; then where
-    a round's time goes. On a Mac, run as root, also energy.
+    a round's time goes, what rows of a verify forward cost without and with --kernels, and how many
+    drafted texts are plain decoding's: with --kernels exact all of them must be. On a Mac, run as
+    root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one
+    from dspine_mlx.arguments import check_kernels
+    from dspine_mlx.cli.bench_rows import rows_of_products
+    from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, verify_steps
     from dspine_mlx.cli.bench_tables import check_plot, draw
     from dspine_mlx.cli.drafter import chosen
     from dspine_mlx.measure.compare import verify_length
@@ -103,6 +118,15 @@ def bench(
 
     check_new(json_file)
     check_new(plot)
+    check_kernels(kernels)
+    if rows:
+        given = (draft_model, suite, concurrency, plot)
+        if depths != "0" or any(value is not None for value in given):
+            raise InputError(
+                "--rows times products by themselves; only --model and --json go with it"
+            )
+        write(json_file, document({"rows": True}, rows_of_products(model)))
+        return
     if plot is not None:
         check_plot()
     for flag, number in (("--limit", limit), ("--repeat", repeat), ("--max-tokens", max_tokens)):
@@ -117,20 +141,27 @@ def bench(
         verify_length(mode)
     positions = whole_numbers("--depths", depths)
     messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
-    settings = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp, "repeat": repeat}
+    settings: dict[str, Any] = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp}
+    settings |= {"repeat": repeat, "kernels": kernels}
     draft_model = chosen(model, draft_model)
+    found: dict[str, Any] = {}
     if concurrency is not None:
         results = [concurrent(concurrency, (model, draft_model), modes, messages, settings)]
     else:
-        pair, modes = load_pair(model, draft_model, temp, modes)
+        pair, modes = load_pair(model, draft_model, temp, modes, kernels)
         results = list(one_by_one(pair, modes, messages, positions, settings))
-    if json_file is not None:
-        with new_file(json_file) as part:
-            part.write_text(json.dumps(document(settings, results), indent=1) + "\n")
+        found = verify_steps(pair, results)
+    write(json_file, document(settings, results) | found)
     if plot is not None and results:
         draw(results, plot)
     if not any(result["ways"] for result in results):
         raise typer.Exit(1)
+
+
+def write(json_file: Path | None, content: dict[str, Any]) -> None:
+    if json_file is not None:
+        with new_file(json_file) as part:
+            part.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Runs of dspine-mlx bench, one text at a time or many at once."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.progress import track
 
 from dspine_mlx.checkpoints.files import read_config
-from dspine_mlx.cli.bench_tables import show_batches, show_depth
+from dspine_mlx.cli.bench_tables import show_batches, show_depth, show_verify_steps
 from dspine_mlx.cli.screen import console
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
@@ -31,6 +33,7 @@ from dspine_mlx.measure.compare import (
 from dspine_mlx.measure.phases import split
 from dspine_mlx.measure.prompts import Messages
 from dspine_mlx.measure.server_load import Request, check_mode, compare_modes, serving
+from dspine_mlx.measure.verify_steps import time_verify_steps
 from dspine_mlx.models.choose import hint
 from dspine_mlx.round.sampler import Sampler
 
@@ -38,18 +41,22 @@ Step = TypeVar("Step")
 
 
 def load_pair(
-    model: str | None, draft_model: str | None, temp: float, modes: list[str]
+    model: str | None,
+    draft_model: str | None,
+    temp: float,
+    modes: list[str],
+    kernels: str = "auto",
 ) -> tuple[Models, list[str]]:
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
     if model is None or draft_model is None:
-        target, tokenizer, drafter = load(model, draft_model)
+        target, tokenizer, drafter = load(model, draft_model, kernels=kernels)
     else:
         read_config(resolve(draft_model))  # fail here on a wrong name; a misfit is only reported
         target, tokenizer, drafter = load(model)
         try:
-            drafter = load_drafter(draft_model, target)
+            drafter = load_drafter(draft_model, target, kernels=kernels)
         except InputError as error:
             reason = str(error)
     if drafter is None:
@@ -90,6 +97,39 @@ def one_by_one(
             return
 
 
+def verify_steps(pair: Models, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Measure what rows of a verify forward cost, and count the texts that are plain decoding's.
+    Not for a user who wants to stop."""
+    if pair.drafter is None or not results or results[-1]["interrupted"]:
+        return {}
+    kernels = pair.drafter.target.verify_kernels
+    try:
+        steps = time_verify_steps(pair.drafter)
+    except KeyboardInterrupt:
+        return {}
+    equal = equal_texts(results)
+    show_verify_steps(steps, kernels.promise(), equal, math.isfinite(kernels.width_limit))
+    return {
+        "verify_steps": asdict(steps),
+        "verify_kernels": kernels.report(),
+        "promise": kernels.promise(),
+        "equal_texts": equal,
+    }
+
+
+def equal_texts(results: list[dict[str, Any]]) -> list[int] | None:
+    """How many of our drafted texts are plain decoding's, of how many; None: they were sampled."""
+    ours = [
+        row
+        for result in results
+        for row in result["ways"]
+        if row["way"] != PLAIN and verify_length(row["way"]) is not None
+    ]
+    if any(row["identical"] is None for row in ours):
+        return None
+    return [sum(row["identical"] for row in ours), sum(row["texts"] for row in ours)]
+
+
 def encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
     if tokenizer.has_chat_template:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -116,12 +156,14 @@ def analyse(
     goes, energy. max_tokens 0: the user wants to stop, so these are left out."""
     rows = summaries(comparison, greedy=pair.sampler.temp == 0)
     result: dict[str, Any] = {"ways": rows, "dropped": comparison.dropped, "splits": []}
+    result["interrupted"] = not max_tokens
     if max_tokens:
         try:
             add_margins(rows, comparison, pair, prompts)
             result["splits"] = splits(comparison, pair, prompts[0], max_tokens)
             add_energy(rows, pair, prompts, max_tokens)
         except KeyboardInterrupt:
+            result["interrupted"] = True
             typer.echo("Interrupted; the rest of this depth's passes is left out.", err=True)
     return result
 
@@ -182,7 +224,7 @@ def concurrent(
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         modes = [PLAIN]
-    with serving(model, draft_model, requests) as port:
+    with serving(model, draft_model, requests, settings["kernels"]) as port:
         asked = Request(port, settings["max_tokens"], settings["temp"])
         steps = compare_modes(asked, modes, messages, requests, settings["repeat"])
         measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])

@@ -11,6 +11,7 @@ from dspine_mlx.cli.output import new_file
 from dspine_mlx.cli.screen import console, print_bars, print_table
 from dspine_mlx.errors import InputError
 from dspine_mlx.measure.clock import LEAST_TOKENS
+from dspine_mlx.measure.verify_steps import VerifySteps
 
 Row = dict[str, Any]
 
@@ -133,6 +134,32 @@ def split_rows(splits: Sequence[Row]) -> Cells:
         times = [*row["seconds"].values(), sum(row["seconds"].values()), row["normal_seconds"]]
         rows.append([label(row["way"]), str(row["length"]), *(f"{1e3 * t:.1f}" for t in times)])
     return names, rows
+
+
+def show_verify_steps(
+    steps: VerifySteps, promise: str, equal: list[int] | None, promised: bool
+) -> None:
+    """T(rows)/T(1) without and with kernels, and what they do to texts. promised: equal texts."""
+    screen, one = console(), steps.stock[1]
+    screen.print(
+        f"\nRows of a verify forward after {steps.positions} positions, in multiples of one row "
+        f"({1e3 * one:.1f} ms)"
+    )
+    lines = {"MLX's products": steps.stock}
+    if steps.kernels:
+        lines["with kernels"] = steps.kernels
+    rows = [
+        [label, *(f"{t[w] / one:.2f}" if w in t else "-" for w in steps.stock)]
+        for label, t in lines.items()
+    ]
+    print_table(screen, ["", *map(str, steps.stock)], rows)
+    screen.print(promise)
+    if equal is not None:
+        screen.print(f"{equal[0]} of {equal[1]} drafted texts are plain decoding's.")
+        if promised and equal[0] < equal[1]:
+            screen.print(
+                "That breaks the promise of --kernels exact: please send dspine-mlx report."
+            )
 
 
 def check_plot() -> None:

@@ -18,7 +18,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
+from dspine_mlx.target import checked_widths, equal_rows
 from dspine_mlx.target import verdicts as on_file
+from dspine_mlx.target.checked_widths import check_key
 from dspine_mlx.target.equal_rows import (
     blas_differs,
     differing_widths,
@@ -32,6 +34,7 @@ from dspine_mlx.target.row_attention import apart as attend_apart
 from dspine_mlx.target.verdicts import Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
+EXACT_SECONDS = 60.0  # in exact mode, whose check takes longer, and is due again after every race
 LINEAR = (nn.QuantizedLinear, nn.Linear)
 EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
 
@@ -71,7 +74,8 @@ class RowKernels:
             return
         asked = sorted({w for w in widths if 2 <= w <= MAX_ROWS}, key=lambda w: (-(w & -w), w))
         new: Verdicts = {}
-        begun, limit = self.race.clock(), SECONDS if seconds is None else seconds
+        begun, limit = self.race.clock(), EXACT_SECONDS if self.exact else SECONDS
+        limit = limit if seconds is None else seconds
         for rows in asked:
             for shape, layers in self.shapes.items():
                 if (shape, rows) in self.verdicts:
@@ -121,11 +125,23 @@ class RowKernels:
 
     def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
         """In exact mode, compare verify forwards of these widths with as many one-row forwards, bit
-        for bit. A width may not be used until it has passed."""
+        for bit. A width may not be used until it has passed. Results are kept in the folder."""
         asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
-        if asked:
-            self.unequal |= unequal_widths(self.target, asked, self.verifying, depths)
-            self.checked |= asked
+        if not asked:
+            return
+        depths, key, known = depths or equal_rows.DEPTHS, {}, {}
+        if self.folder is not None:
+            products = self.key | {"products": self.digest}
+            key = check_key(self.target.model, products, depths)
+            known = checked_widths.read(self.folder, key)
+        new = asked - known.keys()
+        if new:
+            unequal = unequal_widths(self.target, new, self.verifying, depths)
+            known |= {width: unequal.get(width, "") for width in new}
+            if self.folder is not None:
+                checked_widths.write(self.folder, key, known)
+        self.unequal |= {width: known[width] for width in asked if known[width]}
+        self.checked |= asked
 
     @property
     def width_limit(self) -> float:
@@ -138,11 +154,12 @@ class RowKernels:
 
     @property
     def digest(self) -> str:
-        """Identifies what runs, for files of times that depend on it; "" if all is stock."""
+        """Identifies what runs, for files that depend on it; "" if all is stock."""
+        unsettled = APART if self.exact else STOCK
         chosen = [
             [*shape, rows, to_dict(verdict.product)]
             for (shape, rows), verdict in sorted(self.verdicts.items(), key=lambda item: item[0])
-            if verdict.product != STOCK
+            if verdict.product != unsettled
         ]
         if not chosen and not self.exact:
             return ""

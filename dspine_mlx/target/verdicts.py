@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,13 +47,14 @@ Verdicts = dict[tuple[Shape, int], Verdict]
 
 
 def kernels_key(race: Race) -> dict[str, Any]:
-    """Everything a verdict depends on: the machine, MLX, the kernels' source and the race's
-    mode."""
+    """Everything a verdict depends on: the machine, its compiler (which comes with macOS), MLX,
+    the kernels' source and the race's mode."""
     device = mx.device_info()
     texts = "\0".join(map(source, TEXTS))
     return {
         "device": str(device["device_name"]),
         "architecture": race.machine.architecture,
+        "macos": platform.mac_ver()[0],
         "mlx": mx.__version__,
         "kernels": digest(texts),
         "mode": race.mode,

@@ -60,10 +60,13 @@ def test_a_key_names_all_that_matters(key: dict[str, Any], monkeypatch: pytest.M
     "spoil",
     [
         lambda data: data["key"].update(device="Apple M9"),
+        lambda data: data["key"].update(mlx="0.1.0"),
+        lambda data: data["key"].update(macos="99.1"),
+        lambda data: data["key"].update(mode="exact"),
         lambda data: data["key"].update(kernels="0" * 16),
         lambda data: data.update(format=2),
     ],
-    ids=["chip", "kernels", "format"],
+    ids=["chip", "MLX", "macOS", "mode", "kernels", "format"],
 )
 def test_a_file_of_another_is_not_used(tmp_path: Path, key: dict[str, Any], spoil: Any) -> None:
     """Though it has the name of ours."""

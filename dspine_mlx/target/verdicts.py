@@ -17,7 +17,7 @@ from dspine_mlx.target.products import from_dict, to_dict
 from dspine_mlx.target.race import Race, Verdict
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 TEXTS = ("rows_header", "rows_tile", "rows_exact_header", "rows_exact")
 
 
@@ -88,8 +88,9 @@ def read(folder: Path, key: dict[str, Any]) -> Verdicts:
 def entry(data: dict[str, Any]) -> tuple[tuple[Shape, int], Verdict]:
     product = from_dict(data["product"])
     shape = Shape(**data["shape"])
-    times = float(data["seconds"]), float(data["stock"])
-    verdict = Verdict(product, str(data["why"]), *times, tuple(map(str, data["rejected"])))
+    seconds, stock, one_row = (float(data[k]) for k in ("seconds", "stock", "one_row"))
+    rejected = tuple(map(str, data["rejected"]))
+    verdict = Verdict(product, str(data["why"]), seconds, stock, rejected, one_row)
     return (shape, int(data["rows"])), verdict
 
 
@@ -102,6 +103,7 @@ def as_dict(shape: Shape, rows: int, verdict: Verdict) -> dict[str, Any]:
         "why": verdict.why,
         "seconds": verdict.seconds,
         "stock": verdict.stock,
+        "one_row": verdict.one_row,
         "rejected": list(verdict.rejected),
     }
 

@@ -104,8 +104,8 @@ def bench(
     token that is not (and by how many nats the target prefers its own there); time to the first
     token; peak memory; how many times as fast auto is on the same text in the same turn; then where
     a round's time goes, what rows of a verify forward cost without and with --kernels, and how many
-    drafted texts are plain decoding's: with --kernels exact all of them must be. On a Mac, run as
-    root, also energy.
+    drafted texts are plain decoding's: with --kernels exact all of them must be, or the exit status
+    is 1. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
     from dspine_mlx.arguments import check_kernels
@@ -154,7 +154,7 @@ def bench(
     write(json_file, document(settings, results) | found)
     if plot is not None and results:
         draw(results, plot)
-    if not any(result["ways"] for result in results):
+    if found.get("promise_broken") or not any(result["ways"] for result in results):
         raise typer.Exit(1)
 
 

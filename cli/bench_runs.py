@@ -108,12 +108,15 @@ def verify_steps(pair: Models, results: list[dict[str, Any]]) -> dict[str, Any]:
     except KeyboardInterrupt:
         return {}
     equal = equal_texts(results)
-    show_verify_steps(steps, kernels.promise(), equal, math.isfinite(kernels.width_limit))
+    exact = math.isfinite(kernels.width_limit)
+    broken = exact and equal is not None and equal[0] < equal[1]
+    show_verify_steps(steps, kernels.promise(), equal, broken)
     return {
         "verify_steps": asdict(steps),
         "verify_kernels": kernels.report(),
         "promise": kernels.promise(),
         "equal_texts": equal,
+        "promise_broken": broken,
     }
 
 

@@ -121,6 +121,7 @@ def test_the_promise_is_said_and_judged(
     lines = [line.split() for line in said.splitlines()]
     assert ["MLX's", "products", "1.00", "2.00", "4.00", "8.00"] in lines
     assert (["with", "kernels", "0.10", "0.20", "0.40", "-"] in lines) == isinstance(kernels, Quick)
+    assert found["promise_broken"] == bool(broken)
     assert found["equal_texts"] == [2 * same, 20]
     assert found["promise"] == kernels.promise()
     assert found["verify_steps"]["stock"][4] == pytest.approx(4)

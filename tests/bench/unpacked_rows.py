@@ -72,14 +72,14 @@ def raced(drafter: Drafter, widths: range) -> RowKernels:
 
 def call(
     model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter, prompt: list[int], length: int
-) -> float:
-    """Seconds of a whole call."""
-    begun = time.perf_counter()
+) -> tuple[int, float]:
+    """Tokens and seconds of a whole call."""
+    begun, tokens = time.perf_counter(), 0
     for _ in dspine_mlx.stream_generate(
         model, tokenizer, prompt, drafter, max_tokens=TOKENS, verify_length=length, lookup=False
     ):
-        pass
-    return time.perf_counter() - begun
+        tokens += 1
+    return tokens, time.perf_counter() - begun
 
 
 def measure(pair: Pair, tokenizer: TokenizerWrapper, prompt: list[int], repeat: int) -> None:
@@ -94,13 +94,13 @@ def measure(pair: Pair, tokenizer: TokenizerWrapper, prompt: list[int], repeat: 
         for turn in range(repeat + 1):  # the first is a warm-up
             for mode, chosen in (("off", off), ("auto", kernels)):
                 drafter.target.verify_kernels = chosen
-                took = call(model, tokenizer, drafter, prompt, length)
+                tokens, took = call(model, tokenizer, drafter, prompt, length)
                 times[mode] += [took] * (turn > 0)
         ratios = sorted(a / b for a, b in zip(times["off"], times["auto"], strict=True))
         off_seconds, seconds = median(times["off"]), median(times["auto"])
         print(
-            f"  {title}, {length} offered: {TOKENS} tokens in {off_seconds:.3f} s by MLX's products, "
-            f"{seconds:.3f} s by the race's: {median(ratios):.2f} times as fast "
+            f"  {title}, {length} offered: {tokens} tokens by MLX's products {off_seconds:.3f} s, "
+            f"by the race's {seconds:.3f} s: {median(ratios):.2f} times as fast "
             f"({ratios[0]:.2f}-{ratios[-1]:.2f})"
         )
     drafter.target.verify_kernels = kernels

@@ -26,6 +26,7 @@ FORMAT = 1
 NAME = "exact.json"
 KEPT = 32  # results, the newest: a file of some 30 kB
 ENVIRONMENT = ("MLX_", "LD_PRELOAD", "OMP_", "OPENBLAS_")  # variables that change arithmetic
+PACKAGE, CODE = Path(__file__).parent.parent, ("metal", "target")
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes per element
 
 Widths = dict[int, str]  # rows of a verify forward -> where it differs from single rows, or ""
@@ -41,6 +42,7 @@ def check_key(
         **kernels,
         "target": model_digest(model),
         "packages": {name: version(name) for name in ("dspine-mlx", "mlx-lm")},
+        "code": code_digest(),
         "environment": digest(environment),  # may hold paths
         "depths": sorted(depths),
         "texts": TEXTS,
@@ -67,6 +69,17 @@ def model_digest(model: nn.Module) -> str:
     hashed = hashlib.sha256(json.dumps(described).encode())
     for array in arrays:
         hashed.update(np.array(array).tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def code_digest(package: Path = PACKAGE) -> str:
+    """A digest of the code that verify forwards run: between releases it changes, the version does
+    not."""
+    hashed = hashlib.sha256()
+    for folder in CODE:
+        for file in sorted((package / folder).glob("*.*")):
+            if file.suffix in (".py", ".metal"):
+                hashed.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return hashed.hexdigest()[:16]
 
 

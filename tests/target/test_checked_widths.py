@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ import mlx.nn as nn
 import pytest
 
 from dspine_mlx.target import checked_widths, row_kernels
-from dspine_mlx.target.checked_widths import KEPT, NAME, check_key, entries, model_digest
+from dspine_mlx.target.checked_widths import (
+    KEPT,
+    NAME,
+    PACKAGE,
+    check_key,
+    code_digest,
+    entries,
+    model_digest,
+)
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK
 from dspine_mlx.target.race import Verdict
@@ -158,6 +167,16 @@ def test_a_key_names_all_that_matters(track: Track, monkeypatch: pytest.MonkeyPa
     assert len(set(found)) == len(found) == 10
     keep()
     assert len(set(found)) == 10
+
+
+def test_code_between_releases_is_told_apart(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE / "target", tmp_path / "target")
+    (tmp_path / "metal").symlink_to(PACKAGE / "metal", target_is_directory=True)
+    assert code_digest(tmp_path) == code_digest()
+    assert check_key(nn.Linear(2, 2), {}, (8,))["code"] == code_digest()
+    file = tmp_path / "target" / "row_attention.py"
+    file.write_text(file.read_text() + "#")
+    assert code_digest(tmp_path) != code_digest()
 
 
 def test_the_environment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,8 @@ def main() -> None:
     if not blas_differs():
         raise InputError("1 and k rows have the same bits here; preload an optimised BLAS")
     _, tokenizer = mlx_lm.load(str(DEMO / "target"))
-    prompt = tokenizer.encode(PROMPT)
+    messages = [{"role": "user", "content": PROMPT}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     for bits in args.bits:
         print(f"{bits} bits, groups of {GROUP}, float32")
         for pair in pairs(bits, tokenizer, prompt):

@@ -1,23 +1,22 @@
 """Runs of dspine-mlx bench, one text at a time or many at once."""
 
-import math
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any, TypeVar
 
 import typer
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rich.progress import track
 
 from dspine_mlx.checkpoints.files import read_config
-from dspine_mlx.cli.bench_tables import show_batches, show_depth, show_verify_steps
-from dspine_mlx.cli.screen import console
+from dspine_mlx.cli.bench_live import live
+from dspine_mlx.cli.bench_tables import show_batches, show_depth
+from dspine_mlx.cli.pair import loading, measure_costs
+from dspine_mlx.cli.screen import tracked
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
 from dspine_mlx.measure import energy
 from dspine_mlx.measure.compare import (
+    AUTO,
     PLAIN,
     Comparison,
     Models,
@@ -31,13 +30,14 @@ from dspine_mlx.measure.compare import (
     verify_length,
 )
 from dspine_mlx.measure.phases import split
-from dspine_mlx.measure.prompts import Messages
+from dspine_mlx.measure.prompts import Messages, encode
 from dspine_mlx.measure.server_load import Request, check_mode, compare_modes, serving
-from dspine_mlx.measure.verify_steps import time_verify_steps
 from dspine_mlx.models.choose import hint
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
+INTERRUPTED = "Interrupted; these are the results so far."
+UNMEASURED = "Interrupted before the first text was measured."
 
 
 def load_pair(
@@ -50,15 +50,18 @@ def load_pair(
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
-    if model is None or draft_model is None:
-        target, tokenizer, drafter = load(model, draft_model, kernels=kernels)
-    else:
-        read_config(resolve(draft_model))  # fail here on a wrong name; a misfit is only reported
-        target, tokenizer, drafter = load(model)
-        try:
-            drafter = load_drafter(draft_model, target, kernels=kernels)
-        except InputError as error:
-            reason = str(error)
+    with loading(model, draft_model):
+        if model is None or draft_model is None:
+            target, tokenizer, drafter = load(model, draft_model, kernels=kernels)
+        else:
+            read_config(resolve(draft_model))  # fail on a wrong name; a misfit is only reported
+            target, tokenizer, drafter = load(model)
+            try:
+                drafter = load_drafter(draft_model, target, kernels=kernels)
+            except InputError as error:
+                reason = str(error)
+    if drafter is not None and AUTO in modes:
+        measure_costs(drafter)
     if drafter is None:
         modes = [mode for mode in modes if verify_length(mode) is None]
         typer.echo(
@@ -76,7 +79,7 @@ def one_by_one(
 ) -> Iterator[dict[str, Any]]:
     """Measure one text at a time. Yields the results of each depth, until Ctrl-C or out of
     memory."""
-    prompts = [encoded(pair.tokenizer, conversation) for conversation in messages]
+    prompts = [encode(pair.tokenizer, conversation) for conversation in messages]
     tokens, repeat = settings["max_tokens"], settings["repeat"]
     for depth in depths:
         filled = [[*islice(cycle(chain(*prompts)), depth), *prompt] for prompt in prompts]
@@ -93,59 +96,22 @@ def one_by_one(
             show_depth({"depth": depth} | result)
             yield {"depth": depth} | result
         if not finished:
-            typer.echo("Interrupted; these are the results so far.", err=True)
+            typer.echo(INTERRUPTED if comparison else UNMEASURED, err=True)
             return
 
 
-def verify_steps(pair: Models, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measure what rows of a verify forward cost, and count the texts that are plain decoding's.
-    Not for a user who wants to stop."""
-    if pair.drafter is None or not results or results[-1]["interrupted"]:
-        return {}
-    kernels = pair.drafter.target.verify_kernels
-    try:
-        steps = time_verify_steps(pair.drafter)
-    except KeyboardInterrupt:
-        return {}
-    equal = equal_texts(results)
-    exact = math.isfinite(kernels.width_limit)
-    broken = exact and equal is not None and equal[0] < equal[1]
-    show_verify_steps(steps, kernels.promise(), equal, broken)
-    return {
-        "verify_steps": asdict(steps),
-        "verify_kernels": kernels.report(),
-        "promise": kernels.promise(),
-        "equal_texts": equal,
-        "promise_broken": broken,
-    }
-
-
-def equal_texts(results: list[dict[str, Any]]) -> list[int] | None:
-    """How many of our drafted texts are plain decoding's, of how many; None: they were sampled."""
-    ours = [
-        row
-        for result in results
-        for row in result["ways"]
-        if row["way"] != PLAIN and verify_length(row["way"]) is not None
-    ]
-    if any(row["identical"] is None for row in ours):
-        return None
-    return [sum(row["identical"] for row in ours), sum(row["texts"] for row in ours)]
-
-
-def encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
-    if tokenizer.has_chat_template:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return tokenizer.encode("\n".join(message["content"] for message in messages))
+def watch(pair: Models, messages: Messages, max_tokens: int) -> dict[str, Any]:
+    """--live, on one prompt."""
+    if pair.drafter is None:
+        raise InputError("--live compares drafting with plain decoding; give --draft-model")
+    return live(pair, encode(pair.tokenizer, messages), max_tokens)
 
 
 def run_all(steps: Iterator[Step], what: str, total: int) -> tuple[Step | None, bool]:
     """Run to the end or to Ctrl-C: the last step, and whether it was the end."""
-    last, screen = None, console(stderr=True)
+    last = None
     try:
-        for last in track(  # noqa: B007  # the last one has it all
-            steps, what, total, console=screen, transient=True, disable=not screen.is_terminal
-        ):
+        for last in tracked(steps, what, total):  # noqa: B007  # the last one has it all
             pass
     except KeyboardInterrupt:
         return last, False
@@ -237,5 +203,5 @@ def concurrent(
         result["dropped"] = measured.dropped
         show_batches(result)
     if not finished:
-        typer.echo("Interrupted; these are the results so far.", err=True)
+        typer.echo(INTERRUPTED if measured else UNMEASURED, err=True)
     return result

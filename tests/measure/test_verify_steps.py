@@ -7,8 +7,8 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from dspine_mlx.cli import bench_runs
-from dspine_mlx.cli.bench_runs import equal_texts, verify_steps
+from dspine_mlx.cli import bench_steps
+from dspine_mlx.cli.bench_steps import equal_texts, verify_steps
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.measure.compare import Models
 from dspine_mlx.measure.verify_steps import VerifySteps, time_verify_steps
@@ -111,7 +111,7 @@ def test_the_promise_is_said_and_judged(
     broken: int,
 ) -> None:
     drafter.target.verify_kernels = kernels
-    monkeypatch.setattr(bench_runs, "time_verify_steps", lambda pair: timed(pair, clock))
+    monkeypatch.setattr(bench_steps, "time_verify_steps", lambda pair: timed(pair, clock))
     models = Models(drafter.target.model, None, drafter, Sampler())
     found = verify_steps(models, [result(same)])
     said = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_who_stops_waits_for_nothing(drafter: Drafter, monkeypatch: pytest.Monke
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_runs, "time_verify_steps", interrupted)
+    monkeypatch.setattr(bench_steps, "time_verify_steps", interrupted)
     assert verify_steps(models, [result(10)]) == {}
     without = Models(drafter.target.model, None, None, Sampler())
     assert verify_steps(without, [result(10)]) == {}

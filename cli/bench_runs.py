@@ -41,19 +41,23 @@ UNMEASURED = "Interrupted before the first text was measured."
 
 
 def load_pair(
-    model: str | None, draft_model: str | None, temp: float, modes: list[str]
+    model: str | None,
+    draft_model: str | None,
+    temp: float,
+    modes: list[str],
+    kernels: str = "auto",
 ) -> tuple[Models, list[str]]:
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
     with loading(model, draft_model):
         if model is None or draft_model is None:
-            target, tokenizer, drafter = load(model, draft_model)
+            target, tokenizer, drafter = load(model, draft_model, kernels=kernels)
         else:
             read_config(resolve(draft_model))  # fail on a wrong name; a misfit is only reported
             target, tokenizer, drafter = load(model)
             try:
-                drafter = load_drafter(draft_model, target)
+                drafter = load_drafter(draft_model, target, kernels=kernels)
             except InputError as error:
                 reason = str(error)
     if drafter is not None and AUTO in modes:
@@ -121,12 +125,14 @@ def analyse(
     goes, energy. max_tokens 0: the user wants to stop, so these are left out."""
     rows = summaries(comparison, greedy=pair.sampler.temp == 0)
     result: dict[str, Any] = {"ways": rows, "dropped": comparison.dropped, "splits": []}
+    result["interrupted"] = not max_tokens
     if max_tokens:
         try:
             add_margins(rows, comparison, pair, prompts)
             result["splits"] = splits(comparison, pair, prompts[0], max_tokens)
             add_energy(rows, pair, prompts, max_tokens)
         except KeyboardInterrupt:
+            result["interrupted"] = True
             typer.echo("Interrupted; the rest of this depth's passes is left out.", err=True)
     return result
 
@@ -187,7 +193,7 @@ def concurrent(
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         modes = [PLAIN]
-    with serving(model, draft_model, requests) as port:
+    with serving(model, draft_model, requests, settings["kernels"]) as port:
         asked = Request(port, settings["max_tokens"], settings["temp"])
         steps = compare_modes(asked, modes, messages, requests, settings["repeat"])
         measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])

@@ -45,6 +45,14 @@ MaxKvSizeOption = Annotated[
 PrefillStepOption = Annotated[
     int, typer.Option(help="Prompt tokens per forward pass.", rich_help_panel=CACHE)
 ]
+KernelsOption = Annotated[
+    str,
+    typer.Option(
+        help="'auto': the package's kernels where they win; 'exact': verify only with plain "
+        "decoding's bits, as checked here; 'off': plain MLX.",
+        rich_help_panel=PAIR,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
 
@@ -75,14 +83,7 @@ class Pair:
             rich_help_panel=PAIR,
         ),
     ] = None
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="'auto': the package's kernels where they win; 'exact': verify only with plain "
-            "decoding's bits, as checked here; 'off': plain MLX.",
-            rich_help_panel=PAIR,
-        ),
-    ] = "auto"
+    kernels: KernelsOption = "auto"
     no_lookup: Annotated[
         bool,
         typer.Option(

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import select
+from dspine_mlx.target.model import VerifyKernels
 from dspine_mlx.target.rollback import Rollback, leaves
 from dspine_mlx.verify_length.costs import Curve
 
@@ -53,10 +54,11 @@ def measure(drafter: Drafter, seconds: float = SECONDS) -> Curve:
 
 
 class StepTimer:
-    """Steps of a pair on scratch caches."""
+    """Steps of a pair on scratch caches. kernels: of its verify forwards, if not the target's."""
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Drafter, kernels: VerifyKernels | None = None):
         self.drafter, self.target = drafter, drafter.target
+        self.kernels = kernels or self.target.verify_kernels
         self.cache = make_prompt_cache(self.target.model)
         self.draft_cache = drafter.make_cache()
         self.rollback = Rollback(self.cache, self.target.model)
@@ -73,8 +75,8 @@ class StepTimer:
     def verify(self, width: int) -> None:
         """Run a verify forward and roll back to half of it, which recurrent layers replay."""
         self.rollback.checkpoint()
-        kernels = self.target.verify_kernels
-        with self.rollback.verifying(mx.zeros((width,), mx.uint32)), kernels.verifying(width):
+        drafted = mx.zeros((width,), mx.uint32)
+        with self.rollback.verifying(drafted), self.kernels.verifying(width):
             predicted = self.forward(width, eager_taps=True)
         mx.eval(predicted, self.features)
         self.rollback.accept((width + 1) // 2)

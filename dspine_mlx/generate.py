@@ -252,7 +252,7 @@ def stream_generate(
             frozenset(tokenizer.eos_token_ids),
             statistics,
             draft_filter,
-            Lookup() if lookup else None,
+            Lookup(frozenset(tokenizer.eos_token_ids)) if lookup else None,
             prompt_cache is not None,
         )
         tokens = decode(

@@ -13,18 +13,18 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.accept import acceptance
-from dspine_mlx.round.lookup import CopyChances
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.round.select import Draft, log_odds
+from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length import explain as words
 from dspine_mlx.verify_length.budget import SHARE, Budget
-from dspine_mlx.verify_length.calibration import Calibration, uncalibrated
+from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.chances import Chances, expected_tokens
+from dspine_mlx.verify_length.copying import Copying, Values
 from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.reading import Reading
 from dspine_mlx.verify_length.rules import (
-    contested,
     length_values,
     sampled_verify_length,
     token_values,
@@ -55,7 +55,8 @@ class Round:
     chances: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # net seconds of each length
     chosen: int = -1  # the length, which a draft filter may cut
-    copied: bool = False  # a lookup draft in place of the drafter's
+    copied: int | None = None  # tokens before those that were copied; None: nothing was
+    drafted: bool = True
     verifying: float = 0.0  # seconds
     offered: int = -1  # until verified
     accepted: int = 0
@@ -95,10 +96,10 @@ class Auto:
         self.costs, self.chances, self.budget = costs, Chances(calibration), budget or Budget()
         self.explain, self.clock, self.text_over = explain, clock, text_over
         self.reading = Reading(len(calibration.biases))
-        self.copies = CopyChances()
-        # Copies are offered where they look best, so on average they disappoint: learnt from those
-        # offered.
-        self.offered_copies = Chances(uncalibrated(len(calibration.biases)))
+        self.slots = len(calibration.biases)
+        self.copying = Copying()
+        self.contest: Copy | None = None  # worth more than the usual round, and beside a draft
+        self.known: tuple[Draft, Evidence] | None = None  # the newest draft that was read
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.newest: Round | None = None  # until it has been learnt from
         self.rounds_left = MEMORY  # before plain decoding is timed again
@@ -110,7 +111,11 @@ class Auto:
 
     @property
     def needs_evidence(self) -> bool:
-        return self.parked or self.reading.due
+        return self.parked or self.reading.due or self.contest is not None
+
+    @property
+    def copies(self) -> CopyChances:
+        return self.copying.chances
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
@@ -141,7 +146,7 @@ class Auto:
         return self.tokens / self.seconds * self.costs.plain(depth) if self.seconds else 1.0
 
     def hopeless(self, depth: int) -> bool:
-        return self.costs.hopeless(depth, HOPE)
+        return self.costs.hopeless(depth, HOPE, self.slots)
 
     def choose(self, known: Evidence, limit: int, depth: int) -> Round:
         """The length for this round; `limit` is smaller near max_tokens."""
@@ -162,33 +167,52 @@ class Auto:
         rate = self.rate(depth) if limit >= len(chances) else 1 / plain
         return token_values(chances[:limit], self.costs.verify(depth), draft, plain, rate)
 
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        """Offer the copy where its best length is worth more than the draft's. Both are valued
-        alike; a draft that isn't read counts as an average round."""
-        assert copy.copied is not None
-        self.digest()
-        seconds = self.costs.verify(depth)
-        chances = self.offered_copies.of([log_odds(p) for p in copy.copied[:limit]])
-        if draft.evidence is None:
-            average = 1 / self.rate(depth)
-            w, best = [average] * limit, self.costs.draft(depth) - average
+    def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        if self.check:
+            return False
+        seconds, average = self.costs.verify(depth), 1 / self.rate(depth)
+        if self.parked:
+            offer = self.copying.instead_of_plain(copy, running, seconds, self.costs.plain(depth))
+            pays = offer.gain > 0
         else:
-            greedy = self.chances.of(self.read(draft).greedy)[:limit]
-            path = (draft.greedy_path or draft).tokens.tolist()
-            pairs = enumerate(zip(copy.tokens.tolist(), path, strict=False))
-            agreed = next((i for i, (x, y) in pairs if x != y), limit)
-            chances, greedy = contested(chances, greedy, agreed)
-            w = self.seconds_saved(greedy, limit, depth)
-            best = max(length_values(greedy, seconds, w))
-        values = length_values(chances, seconds, w)
-        if max(values) <= best:
-            return 0
-        length = values.index(max(values))
-        self.newest = Round(depth, self.clock(), chances=chances, chosen=length, copied=True)
-        return length
+            draft = self.costs.draft(depth)
+            offer = self.copying.instead_of_draft(copy, seconds, draft, average)
+            self.contest = copy if offer.gain > 0 else None
+            pays = offer.gain > 0 and not self.copying.draft_needed(draft)
+        if pays and offer.length:
+            self.digest()
+            self.copying.skipped += not self.parked
+            self.newest = Round(depth, self.clock(), chances=offer.chances, chosen=offer.length)
+            self.newest.copied, self.newest.drafted = 0, False
+        return pays and offer.length > 0
+
+    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        if draft.evidence is None:
+            return None
+        self.digest()
+        greedy = self.chances.of(self.read(draft).greedy)
+        path = (draft.greedy_path or draft.evidence).tokens.tolist()[:limit]
+        w = self.seconds_saved(greedy, limit, depth)
+        w += [1 / self.rate(depth)] * (limit - len(w))
+        values = Values(self.costs.verify(depth), w)
+        copies = lookup.splices(path) if draft.q is None else lookup.whole()
+        greedy = greedy[:limit]
+        best = self.copying.instead_of(greedy, path, copies, values)
+        if self.contest is not None:
+            alone = self.copying.against(greedy, path, self.contest, values).gain
+            self.copying.drafted((0.0 if best is None else best.gain) - alone)
+        if best is None:
+            return None
+        self.newest = Round(depth, self.clock(), chances=best.chances, chosen=best.length)
+        self.newest.copied = best.copy.after
+        return best.copy
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
+        if draft.copied is not None:
+            assert self.newest is not None
+            self.newest.begun = started
+            return min(self.newest.chosen, limit)
         self.digest()  # the previous round's, while the device drafts
         self.reading.rounds += 1
         if draft.evidence is None:
@@ -201,30 +225,56 @@ class Auto:
         return self.newest.chosen
 
     def read(self, draft: Draft) -> Evidence:
+        if self.known is not None and self.known[0] is draft:
+            return self.known[1]
         assert draft.evidence is not None
         mx.eval(draft.tokens, draft.evidence, draft.greedy_path)
         calibrated = self.chances.calibration.block_log_odds
         odds = calibrated(draft.evidence.log_odds())
         path = draft.greedy_path
-        return Evidence(odds, odds if path is None else calibrated(path.log_odds()))
+        evidence = Evidence(odds, odds if path is None else calibrated(path.log_odds()))
+        self.known = draft, evidence
+        return evidence
 
     def learn(self, accepted: int, offered: int) -> None:
         assert self.newest is not None
         this, depth = self.newest, self.newest.depth
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
+        if this.copied is not None:
+            self.learn_copy(this)
+            return
         seconds = self.costs.round(offered, depth)
         off = (this.drafting + this.verifying) / seconds
         unforeseen = not self.costs.seen["draft"] or not 1 / OFF < off < OFF
-        if this.chances and not this.copied and unforeseen:
+        if this.chances and unforeseen:
             self.digest()
             seconds = self.costs.round(offered, depth)
         tokens = expected_tokens(this.chances[:offered]) if this.chances else 1 + accepted
         self.count(tokens, seconds, fading=1 / MEMORY)
         gain = 1 + accepted - seconds / self.costs.plain(depth)
         self.budget.round_over(gain)
+        self.end_round(this, gain)
+
+    def learn_copy(self, this: Round) -> None:
+        """A round with a copy is over. Drafting has lost the time of a draft beside it."""
+        depth, plain = this.depth, self.costs.plain(this.depth)
+        lost = self.costs.draft(depth) if this.drafted else 0.0
+        seconds = lost + self.costs.verify(depth)[this.offered]
+        self.probe, self.last = None, 0.0  # neither goes on across the round
+        if this.drafted:
+            self.budget.round_over(-lost / plain)
+        if not self.parked:
+            self.count(expected_tokens(this.chances[: this.offered]), seconds, fading=1 / MEMORY)
+        self.end_round(this, 1 + this.accepted - seconds / plain)
+
+    def end_round(self, this: Round, gain: float) -> None:
+        """Account for a round's gain, in plain tokens, and decide whether to draft again."""
+        depth = this.depth
         self.account.round_over(gain)
         if self.explain:
             self.explain(words.round_line(this, self.costs, self.rate(depth)))
+        if self.parked:
+            return
         self.rounds_left -= 1
         if self.budget.spent or self.hopeless(depth):
             self.park(depth)
@@ -238,11 +288,15 @@ class Auto:
         this, self.newest = self.newest, None
         if this is None or this.offered < 0 or not this.chances:
             return
-        chances = self.offered_copies if this.copied else self.chances
+        before = this.offered if this.copied is None else this.copied
         for slot in range(min(this.offered, this.accepted + 1)):
-            chances.update(slot, this.chances[slot], float(slot < this.accepted))
-        chances.round_over()
-        if this.copied:
+            own, first = (self.chances, 0) if slot < before else (self.copying.offered, before)
+            own.update(slot - first, this.chances[slot], float(slot < this.accepted))
+        if before:
+            self.chances.round_over()
+        if this.copied is not None:
+            self.copying.offered.round_over()
+            self.costs.observe("verify", 1 + this.offered, this.verifying, this.depth)
             return
         self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
         if len(this.values) == len(self.reading.values):

@@ -14,11 +14,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
+from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.round.select import Draft
-from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
@@ -42,11 +40,9 @@ NEVER = 10_000  # tokens between two wrong ones
 class Copying(Fixed):
     """Offers every copy, whole."""
 
-    tokens: int = 7
     copies: CopyChances | None = field(default_factory=CopyChances)
 
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        return min(limit, len(copy.tokens))
+    tokens: int = COPIED
 
 
 class Told(Lookup):
@@ -75,7 +71,7 @@ def copied_run(
     **options: Any,
 ) -> list[dspine_mlx.GenerationResponse]:
     """A run whose rounds all offer the lookup's copies."""
-    monkeypatch.setattr(generation, "Lookup", lambda: lookup)
+    monkeypatch.setattr(generation, "Lookup", lambda stops: lookup)
     drafter = options.pop("drafter", None) or random_drafter(model)
     policy = Copying()
     responses = list(
@@ -157,7 +153,7 @@ def test_caches_after_an_early_close(
 ) -> None:
     prompt, cache_ = random_prompt(19), make_prompt_cache(model)
     plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=20)]
-    monkeypatch.setattr(generation, "Lookup", lambda: Told(prompt + plain, 3))
+    monkeypatch.setattr(generation, "Lookup", lambda stops: Told(prompt + plain, 3))
     drafter = tiny_dspine(model)
     options: dict[str, Any] = {"prompt_cache": cache_, "verify_length": Copying()}
     generator = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
@@ -210,39 +206,3 @@ def test_a_text_that_repeats_itself_is_looked_up(
 def circling(tokens: mx.array, logits: mx.array) -> mx.array:
     """Ten tokens in a circle, by the number of tokens before."""
     return logits.at[:, 100 + tokens.size % 10].add(100.0)
-
-
-def test_lookups_cease_where_nothing_repeats() -> None:
-    """Copies that are never right: offered at first, then hardly ever."""
-    drafter_tokens = mx.array([5, 6, 7])
-    costs = Costs(Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 4, (1.0,) * 4)))
-    auto, offered = Auto(costs, uncalibrated(3), clock=lambda: 0.0), []
-    auto.start_text(Statistics(), lambda x: x, 64)
-    draft = Draft(drafter_tokens, drafter_tokens[:, None], None)
-    for _ in range(200):
-        copy = Copy(3, [1, 2, 3])
-        chances = auto.copies.of(copy)
-        copied = Draft(mx.array(copy.tokens), mx.array([[1], [2], [3]]), None, copied=chances)
-        length = auto.copied_length(copied, draft, 3, 64)
-        offered.append(length > 0)
-        auto.count(2.0, 1.1, 1 / 16)  # the drafter's rounds bring two tokens
-        auto.copies.learn(copy, [9])
-    assert sum(offered) <= 24
-    assert not any(offered[36:])
-
-
-def test_copies_that_disappoint_when_offered_are_offered_less() -> None:
-    """Matches look good in general, but never where they are chosen over the draft."""
-    costs = Costs(Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 4, (1.0,) * 4)))
-    auto, offered = Auto(costs, uncalibrated(3), clock=lambda: 0.0), []
-    auto.start_text(Statistics(), lambda x: x, 64)
-    draft = Draft(mx.array([5, 6, 7]), mx.array([[5], [6], [7]]), None)
-    copied = Draft(mx.array([1, 2, 3]), mx.array([[1], [2], [3]]), None, copied=[0.8] * 3)
-    for _ in range(100):
-        length = auto.copied_length(copied, draft, 3, 64)
-        offered.append(length > 0)
-        if length:
-            auto.learn(0, length)
-        auto.count(2.0, 1.1, 1 / 16)  # the drafter's rounds bring two tokens
-    assert offered[0]
-    assert sum(offered) < 20

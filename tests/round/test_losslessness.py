@@ -4,7 +4,7 @@ All drafts, all outcomes of the tests and all following tokens of one round are 
 its probability; the law of the text must be the target's. Toy targets know the whole prefix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ from dspine_mlx.round.accept import (
     match,
     residual,
 )
+from dspine_mlx.round.lookup import LENGTHS, Copy, Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, evidence
 from dspine_mlx.round.statistics import Statistics
@@ -231,9 +232,28 @@ def copying(toy: Toy, auto: Auto, seed: int) -> Callable[[Draft], list[int]]:
     assert path is not None
     shared = int(rng.integers(0, toy.M))
     tokens = [*path.tokens.tolist()[:shared], *rng.integers(0, toy.V, toy.M - shared).tolist()]
-    chances = rng.uniform(0.2, 1.0, toy.M).tolist()
-    copy = Draft(mx.array(tokens), mx.array(tokens)[:, None], None, copied=chances)
-    return lambda draft: tokens[: auto.copied_length(copy, draft, toy.M, 1)]
+    auto.copying.chances.accepted = [3 * c for c in rng.uniform(0.2, 1.0, len(LENGTHS)).tolist()]
+    lookup = Looked(Copy(int(rng.integers(3, 33)), tokens))
+
+    def offered(draft: Draft) -> list[int]:
+        if auto.splice(draft, lookup, toy.M, 1) is None:
+            return []
+        return tokens[: auto.length(lookup.draft_of_copy, toy.M, 1, 0.0)]
+
+    return offered
+
+
+class Looked(Lookup):
+    """A lookup that finds one copy."""
+
+    def __init__(self, copy: Copy):
+        super().__init__()
+        self.copy = copy
+        tokens = mx.array(copy.tokens)
+        self.draft_of_copy = Draft(tokens, tokens[:, None], None, copied=0)
+
+    def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
+        return None if after else self.copy
 
 
 @settings(deadline=None, max_examples=15)

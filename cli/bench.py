@@ -18,8 +18,8 @@ def bench(
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help="Drafter: a folder or Hub id, or 'auto'. Without one that fits the target, only "
-            "mlx-lm's own modes are measured.",
+            help="Drafter: a folder or Hub id, 'auto', or 'lookup'. Without one that fits the "
+            "target, only mlx-lm's own modes are measured.",
             rich_help_panel=PAIR,
         ),
     ] = None,

@@ -12,6 +12,7 @@ from rich.progress import track
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.bench_tables import show_batches, show_depth
 from dspine_mlx.cli.screen import console
+from dspine_mlx.drafters.lookup_only import LOOKUP
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
 from dspine_mlx.measure import energy
@@ -46,7 +47,8 @@ def load_pair(
     if model is None or draft_model is None:
         target, tokenizer, drafter = load(model, draft_model)
     else:
-        read_config(resolve(draft_model))  # fail here on a wrong name; a misfit is only reported
+        if draft_model != LOOKUP:  # fail here on a wrong name; a misfit is only reported
+            read_config(resolve(draft_model))
         target, tokenizer, drafter = load(model)
         try:
             drafter = load_drafter(draft_model, target)
@@ -130,6 +132,8 @@ def splits(
     comparison: Comparison, pair: Models, prompt: list[int], max_tokens: int
 ) -> list[dict[str, Any]]:
     """Split a round of every mode that drafted, at the length it offered most often."""
+    if pair.drafter is None or not pair.drafter.config.num_proposals:
+        return []
     rows = []
     for mode in comparison.modes:
         offered = comparison.verify_lengths(mode)
@@ -178,7 +182,8 @@ def concurrent(
     if model is None:
         raise InputError(f"the drafter {draft_model} needs its target; give --model")
     for name in filter(None, (model, draft_model)):
-        read_config(resolve(name))  # fail here on a wrong name, not in the server
+        if name != LOOKUP:
+            read_config(resolve(name))  # fail here on a wrong name, not in the server
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         modes = [PLAIN]

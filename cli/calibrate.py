@@ -79,7 +79,7 @@ def calibrate(
         for name in filter(None, (prompts, held_out))
     ]
     target, tokenizer, drafter = load(model, draft_model)
-    if drafter is None:
+    if drafter is None or not drafter.config.num_proposals:
         raise InputError("there is no drafter to calibrate; give --draft-model")
     fits: dict[str, Fit] = {}
     for temperature in temperatures:

@@ -160,6 +160,7 @@ def stream_generate(
     verify_length: int | str | Policy = "auto",
     draft_filter: DraftFilter | None = None,
     lookup: bool = True,
+    cached_tokens: list[int] | None = None,
     draft_model: Drafter | None = None,
     num_draft_tokens: int | None = None,
     max_kv_size: int | None = None,
@@ -190,7 +191,8 @@ def stream_generate(
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
         lookup: if verify_length is "auto", offer what followed the newest tokens earlier in the
-            prompt or text, in rounds where that is worth more than the draft.
+            prompt or text, in rounds where that is worth more than the draft or plain tokens.
+        cached_tokens: the tokens that prompt_cache holds already; copies come from them, too.
         draft_model, num_draft_tokens: mlx-lm's names for drafter and a fixed verify_length.
 
     logits_processors are called for every row of a block, with the tokens before the row. They must
@@ -242,6 +244,9 @@ def stream_generate(
             prompt_progress_callback=speed.progress,
         )
     else:
+        looked_up = Lookup(frozenset(tokenizer.eos_token_ids)) if lookup else None
+        if looked_up is not None and cached_tokens:
+            looked_up.add(prompt_ids(cached_tokens, vocabulary).tolist())
         text = partial(
             Text,
             drafter,
@@ -252,7 +257,7 @@ def stream_generate(
             frozenset(tokenizer.eos_token_ids),
             statistics,
             draft_filter,
-            Lookup(frozenset(tokenizer.eos_token_ids)) if lookup else None,
+            looked_up,
             prompt_cache is not None,
         )
         tokens = decode(

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.lookup_only import LOOKUP
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
 from dspine_mlx.models.choose import AUTO, choose, hint
@@ -191,6 +192,9 @@ class Provider(host.ModelProvider):
 
 def default_pair(cli_args: Namespace) -> None:
     """Use the pair that ships with the package if there is no --model."""
+    if cli_args.draft_model == LOOKUP:
+        cli_args.model = str(DEMO / "target")
+        return
     if cli_args.draft_model not in (None, AUTO):
         raise InputError(
             f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "

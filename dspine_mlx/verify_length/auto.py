@@ -6,13 +6,11 @@ are in `dspine_mlx.verify_length.rules`.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from statistics import median
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.round.accept import acceptance
 from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
@@ -24,6 +22,7 @@ from dspine_mlx.verify_length.chances import Chances, expected_tokens
 from dspine_mlx.verify_length.copying import Copying, Values
 from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.reading import Reading
+from dspine_mlx.verify_length.records import Evidence, Probe, Round
 from dspine_mlx.verify_length.rules import (
     length_values,
     sampled_verify_length,
@@ -35,41 +34,6 @@ MEMORY = 16  # rounds over which tokens and seconds fade; also the fewest betwee
 CHECK = 3  # plain tokens decoded while drafting, to time them
 SPAN = 8  # plain tokens timed together while parked
 OFF = 1.5  # costs are learnt before a round is booked if its time is off by this factor
-
-
-@dataclass
-class Evidence:
-    """Calibrated log-odds of a draft's tokens, and of the greedy path's."""
-
-    odds: list[float]
-    greedy: list[float]
-
-
-@dataclass
-class Round:
-    """A round and its outcome, filled in as it goes; without chances if its evidence isn't read."""
-
-    depth: int
-    begun: float  # the clock when verifying began
-    drafting: float = 0.0  # seconds
-    chances: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # net seconds of each length
-    chosen: int = -1  # the length, which a draft filter may cut
-    copied: int | None = None  # tokens before those that were copied; None: nothing was
-    drafted: bool = True
-    verifying: float = 0.0  # seconds
-    offered: int = -1  # until verified
-    accepted: int = 0
-
-
-@dataclass
-class Probe:
-    """A draft beside plain decoding, and the slot that the next token is compared with."""
-
-    draft: Draft
-    slot: int = 0
-    tokens: list[int] = field(default_factory=list)
-    evidence: Evidence = field(default_factory=lambda: Evidence([], []))
 
 
 class Auto:
@@ -98,7 +62,6 @@ class Auto:
         self.reading = Reading(len(calibration.biases))
         self.slots = len(calibration.biases)
         self.copying = Copying()
-        self.contest: Copy | None = None  # worth more than the usual round, and beside a draft
         self.known: tuple[Draft, Evidence] | None = None  # the newest draft that was read
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.newest: Round | None = None  # until it has been learnt from
@@ -111,7 +74,7 @@ class Auto:
 
     @property
     def needs_evidence(self) -> bool:
-        return self.parked or self.reading.due or self.contest is not None
+        return self.parked or self.reading.due or self.copying.contest is not None
 
     @property
     def copies(self) -> CopyChances:
@@ -170,21 +133,16 @@ class Auto:
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         if self.check:
             return False
-        seconds, average = self.costs.verify(depth), 1 / self.rate(depth)
+        costs, seconds = self.costs, self.costs.verify(depth)
         if self.parked:
-            offer = self.copying.instead_of_plain(copy, running, seconds, self.costs.plain(depth))
-            pays = offer.gain > 0
+            offer = self.copying.instead_of_plain(copy, running, seconds, costs.plain(depth))
         else:
-            draft = self.costs.draft(depth)
+            draft, average = costs.draft(depth), 1 / self.rate(depth)
             offer = self.copying.instead_of_draft(copy, seconds, draft, average)
-            self.contest = copy if offer.gain > 0 else None
-            pays = offer.gain > 0 and not self.copying.draft_needed(draft)
-        if pays and offer.length:
+        if offer is not None:
             self.digest()
-            self.copying.skipped += not self.parked
-            self.newest = Round(depth, self.clock(), chances=offer.chances, chosen=offer.length)
-            self.newest.copied, self.newest.drafted = 0, False
-        return pays and offer.length > 0
+            self.newest = Round.of_copy(offer, depth, drafted=False)
+        return offer is not None
 
     def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
         if draft.evidence is None:
@@ -194,18 +152,13 @@ class Auto:
         path = (draft.greedy_path or draft.evidence).tokens.tolist()[:limit]
         w = self.seconds_saved(greedy, limit, depth)
         w += [1 / self.rate(depth)] * (limit - len(w))
-        values = Values(self.costs.verify(depth), w)
         copies = lookup.splices(path) if draft.q is None else lookup.whole()
-        greedy = greedy[:limit]
-        best = self.copying.instead_of(greedy, path, copies, values)
-        if self.contest is not None:
-            alone = self.copying.against(greedy, path, self.contest, values).gain
-            self.copying.drafted((0.0 if best is None else best.gain) - alone)
-        if best is None:
+        values = Values(self.costs.verify(depth), w)
+        offer = self.copying.instead_of_path(greedy[:limit], path, copies, values)
+        if offer is None:
             return None
-        self.newest = Round(depth, self.clock(), chances=best.chances, chosen=best.length)
-        self.newest.copied = best.copy.after
-        return best.copy
+        self.newest = Round.of_copy(offer, depth, drafted=True)
+        return offer.copy
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
@@ -371,10 +324,7 @@ class Auto:
         slot, agrees = probe.slot, probe.tokens[probe.slot] == token
         accepted = float(agrees)
         if self.sampler is not None and probe.draft.q is not None:
-            here = slice(slot, slot + 1)
-            draft = probe.draft
-            one = Draft(draft.tokens[here], draft.candidates[here], probe.draft.q[here])
-            accepted = acceptance(one, self.sampler.probs(logprobs[None])).item()
+            accepted = probe.acceptance(self.sampler.probs(logprobs[None]))
         self.chances.update(slot, self.chances.of(probe.evidence.odds)[slot], accepted)
         probe.slot += agrees
         if not agrees or probe.slot == len(probe.tokens):

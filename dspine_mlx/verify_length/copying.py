@@ -43,8 +43,9 @@ class Copying:
         # Copies are offered where they look best, so on average they disappoint: learnt from those
         # offered.
         self.offered = Chances(uncalibrated(COPIED))
-        self.missed = self.rounds = 0.0  # seconds that drafts gained where a copy looked good
-        self.skipped = 0  # drafts in a row
+        self.contest: Copy | None = None  # worth more than the usual round; now a draft is made
+        self.missed = self.rounds = 0.0  # seconds that drafts gained in such contests, fading
+        self.skipped = 0  # drafts left out in a row
 
     def of(self, copy: Copy) -> list[float]:
         """Chance of each token of a copy, given that those before it are accepted."""
@@ -52,34 +53,53 @@ class Copying:
 
     def instead_of_plain(
         self, copy: Copy, running: int, seconds: list[float], plain: float
-    ) -> Offer:
-        """A round with the copy, once its first `running` tokens are there, against plain decoding.
-        A plain step after something else can't overlap with it."""
+    ) -> Offer | None:
+        """A round with the copy, once its first `running` tokens are there; None: plain decoding
+        gains. Its first step after something else can't overlap with it."""
         chances = self.of(copy)
         there, ahead = math.prod(chances[:running]), chances[running:]
         values = length_values(ahead, seconds, [plain] * len(ahead))
         best, lost = max(values), max(0.0, seconds[0] - plain)
-        return Offer(copy, values.index(best), ahead, there * (best + plain) - lost)
+        gain, length = there * (best + plain) - lost, values.index(best)
+        return Offer(copy, length, ahead, gain) if gain > 0 and length else None
 
     def instead_of_draft(
         self, copy: Copy, seconds: list[float], draft: float, average: float
-    ) -> Offer:
-        """A round with the copy, against the usual round, as if its draft cost nothing: rounds save
-        `average` seconds per token, and the drafting takes `draft`."""
+    ) -> Offer | None:
+        """A round with the copy and without the drafter's forward; None: the draft is needed.
+
+        A copy can do without if it is worth more than the usual round would be if its `draft`
+        seconds cost nothing, where a token saves `average` seconds. It does without if drafts in
+        such rounds have gained less than that, but for one round in EVERY.
+        """
         chances = self.of(copy)
         values = length_values(chances, seconds, [average] * len(chances))
         best = max(values)
-        return Offer(copy, values.index(best), chances, best + average - draft)
+        gain, length = best + average - draft, values.index(best)
+        self.contest = None
+        if gain <= 0 or not length:
+            return None
+        if self.rounds < KNOWN or self.skipped >= EVERY or self.missed > draft * self.rounds:
+            self.contest = copy
+            return None
+        self.skipped += 1
+        return Offer(copy, length, chances, gain)
 
-    def instead_of(
+    def instead_of_path(
         self, drafted: list[float], path: list[int], copies: Iterable[Copy], values: Values
     ) -> Offer | None:
-        """The copy that gains most over the draft `path`, whose tokens have the chances `drafted`;
-        None: none gains."""
+        """The copy that gains most over a draft, whose path has the chances `drafted`; None: none
+        gains."""
         offers = [self.against(drafted, path, copy, values) for copy in copies]
-        offers = [offer for offer in offers if offer.length > offer.copy.after]
+        offers = [offer for offer in offers if offer.gain > 0 and offer.length > offer.copy.after]
         best = max(offers, key=lambda offer: offer.gain, default=None)
-        return None if best is None or best.gain <= 0 else best
+        if self.contest is not None:
+            alone = self.against(drafted, path, self.contest, values)
+            self.missed *= 1 - FADING
+            self.missed += (0.0 if best is None else best.gain) - alone.gain
+            self.rounds = (1 - FADING) * self.rounds + 1
+            self.contest, self.skipped = None, 0
+        return best
 
     def against(self, drafted: list[float], path: list[int], copy: Copy, values: Values) -> Offer:
         """The copy after the first tokens of the path, against the path itself."""
@@ -92,15 +112,3 @@ class Copying:
         best = max(mine)
         gain = best - max(length_values(others, values.seconds, values.tokens))
         return Offer(copy, mine.index(best), chances, gain)
-
-    def draft_needed(self, draft: float) -> bool:
-        """Whether to draft beside a copy that is worth more than the usual round: where drafts
-        gained more than they cost, and now and then to see whether they do."""
-        known = self.rounds >= KNOWN and self.skipped < EVERY
-        return not known or self.missed > draft * self.rounds
-
-    def drafted(self, gain: float) -> None:
-        """A draft beside such a copy gained so many seconds."""
-        self.missed = (1 - FADING) * self.missed + gain
-        self.rounds = (1 - FADING) * self.rounds + 1
-        self.skipped = 0

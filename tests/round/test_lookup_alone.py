@@ -86,7 +86,7 @@ def test_quantised_and_limited_caches(
     tokenizer: TokenizerWrapper, caches: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = tiny_target(head_dim=32), random_prompt(12)
-    options = {"max_tokens": 40, "quantized_kv_start": 20} | caches
+    options: dict[str, Any] = {"max_tokens": 40, "quantized_kv_start": 20} | caches
     plain = plain_steps(model, tokenizer, prompt, **options)
     use(Told(prompt + [token for token, _ in plain], 5, none=11), monkeypatch)
     ours = run(model, tokenizer, prompt, **options)
@@ -137,7 +137,7 @@ def written(
 ) -> dspine_mlx.GenerationResponse:
     """The last response of a run that writes the text after its first 8 tokens."""
     prompt, count = text[:8], len(text) - 8
-    options = {"max_tokens": count, "logits_processors": [forced(text)]}
+    options: dict[str, Any] = {"max_tokens": count, "logits_processors": [forced(text)]}
     responses = list(
         dspine_mlx.stream_generate(
             model, tokenizer, prompt, drafter, verify_length=policy, **options
@@ -201,7 +201,8 @@ def test_a_draft_is_left_out_where_copies_are_worth_more(
 def test_without_copies_it_is_plain_decoding(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
     prompt = random_prompt(17)
     plain = plain_steps(model, tokenizer, prompt, max_tokens=24)
-    for off in ({"lookup": False}, {"verify_length": 0}):
+    switches: list[dict[str, Any]] = [{"lookup": False}, {"verify_length": 0}]
+    for off in switches:
         drafter = alone(model)
         ours = list(
             dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, max_tokens=24, **off)

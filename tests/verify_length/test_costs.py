@@ -134,7 +134,7 @@ def test_the_cache_is_used_and_keyed_by_the_pair(
 
     def count(drafter: object) -> Curve:
         calls.append(drafter)
-        return Curve((1, 2), (1, 1), (1, 1), ((1.0,) * 8, (1.0,) * 8))
+        return Curve((1, 2), (1, 1), (1, 1), ((1.0,) * 16, (1.0,) * 16))
 
     monkeypatch.setattr(profile, "measure", count)
     drafter = tiny_dflash(model)

@@ -194,7 +194,7 @@ def test_a_cache_folder_that_cannot_be_written(
 def test_measuring_leaves_no_trace_and_covers_all_widths(model: nn.Module) -> None:
     drafter = tiny_dspine(model, block_size=6)
     measured = measure(drafter, seconds=0.0)
-    assert len(measured.verify[0]) == 6
+    assert len(measured.verify[0]) == 16  # lookups go beyond its 5 proposals
     assert measured.measured
     bench = StepTimer(drafter)
     bench.deepen(50)

@@ -209,3 +209,41 @@ def test_without_copies_it_is_plain_decoding(model: nn.Module, tokenizer: Tokeni
         )
         assert same_steps([(r.token, r.logprobs) for r in ours], plain)
         assert ours[-1].rounds == 0
+
+
+def test_copies_come_from_cached_tokens(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """A turn that only the prompt cache holds, and that the next one repeats."""
+    turn = random_prompt(60, seed=7)
+    accepted = {}
+    for known in (True, False):
+        caches = make_prompt_cache(model)
+        mx.eval(model(mx.array([turn]), cache=caches))
+        responses = list(
+            dspine_mlx.stream_generate(
+                model,
+                tokenizer,
+                turn[:4],
+                alone(model),
+                max_tokens=50,
+                logits_processors=[forced(turn)],
+                prompt_cache=caches,
+                cached_tokens=turn if known else None,
+                verify_length=priced(0, []),
+            )
+        )
+        assert [r.token for r in responses] == turn[4:54]
+        accepted[known] = responses[-1].accepted
+    assert accepted[False] == 0
+    assert accepted[True] >= 40
+
+
+def test_several_prompts(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """One after another, each copied from its own text."""
+    prompts = [random_prompt(9, seed=1), random_prompt(14, seed=2)]
+    texts = [[tok for tok, _ in plain_steps(model, tokenizer, p, max_tokens=20)] for p in prompts]
+    tokens: list[list[int]] = [[], []]
+    for index, response in dspine_mlx.batch_stream_generate(
+        model, tokenizer, prompts, alone(model), max_tokens=20
+    ):
+        tokens[index].append(response.token)
+    assert tokens == texts

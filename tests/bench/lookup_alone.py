@@ -1,14 +1,16 @@
 """Lookup without a drafter against mlx_lm.stream_generate: tokens per forward, and speed.
 
     LD_PRELOAD=.../libblas.so.3 python -m tests.bench.lookup_alone TARGET
-        [--kinds edits json logs prose] [--tokens 256] [--sweeps 3] [--temp 0]
+        [--kinds edits json logs prose] [--texts 4] [--tokens 256] [--sweeps 3] [--temp 0]
+        [--counts]
 
 TARGET: a chat model's folder, as `python -m recipes.smollm2` makes one. Code, JSON and logs are to
 be repeated with a change. Prose, which repeats little, is the counter-test; small models repeat
 themselves at temperature 0, so try it at 1. Greedy texts end where they do, sampled ones get their
 full length. Both ways take turns, so other load hits both alike. A forward is a round's or a plain
 token's. Speeds are medians over the texts of plain decoding's time over lookup's, by wall clock and
-by processor time.
+by processor time. --counts leaves plain decoding out and takes rows to cost nothing, so that its
+counts do not depend on the machine.
 """
 
 import argparse
@@ -17,14 +19,17 @@ import json
 import random
 import statistics
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
 import dspine_mlx
+from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.verify_length import rules
-from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.schedule import Schedule, prepare
+from tests.bench.copies import FreeRows
 from tests.bench.do_no_harm import race
 
 PROSE = [
@@ -86,25 +91,21 @@ def measure(
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True
     )
-    contestants: dict[str, Iterator[Any]] = {
-        "plain": mlx_lm.stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            max_tokens=args.tokens,
-            sampler=make_sampler(temp=args.temp),
-        ),
-        "lookup": dspine_mlx.stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            drafter,
-            max_tokens=args.tokens,
-            sampler=dspine_mlx.Sampler(temp=args.temp),
-        ),
-    }
+    contestants: dict[str, Iterator[Any]] = {}
+    if not args.counts:
+        contestants["plain"] = mlx_lm.stream_generate(
+            model, tokenizer, prompt, max_tokens=args.tokens, sampler=make_sampler(temp=args.temp)
+        )
+    contestants["lookup"] = dspine_mlx.stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        drafter,
+        max_tokens=args.tokens,
+        sampler=dspine_mlx.Sampler(temp=args.temp),
+    )
     times, last = race(contestants)
-    (wall, cpu), (our_wall, our_cpu) = times["plain"], times["lookup"]
+    (wall, cpu), (our_wall, our_cpu) = list(times.values())[0], times["lookup"]
     return (wall / our_wall, cpu / our_cpu), last
 
 
@@ -115,17 +116,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--sweeps", type=int, default=3)
     parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--texts", type=int, default=4, help="of each kind")
+    parser.add_argument("--counts", action="store_true", help="rows cost nothing; no plain text")
     parser.add_argument("--explain", action="store_true")
     args = parser.parse_args()
     models = dspine_mlx.load(args.target, "lookup")
     if args.temp > 0:
         models[1]._eos_token_ids = set()
     assert models[2] is not None
-    prepare(models[2], explain=print if args.explain else None)
+    explain = print if args.explain else None
+    if args.counts:
+        models[2].schedule = Schedule(FreeRows(COPIED), {}, explain)
+    else:
+        prepare(models[2], explain=explain)
     for kind in args.kinds:
         speeds, tokens, forwards, rounds = list[tuple[float, float]](), 0, 0, 0
         for _ in range(args.sweeps):
-            for question in KINDS[kind]():
+            for question in islice(KINDS[kind](), args.texts):
                 speed, last = measure(models, question, args)
                 done = last.statistics
                 speeds.append(speed)
@@ -134,7 +141,9 @@ def main() -> None:
         wall, cpu = (round(statistics.median(s[i] for s in speeds), 3) for i in (0, 1))
         row = {"kind": kind, "tokens per forward": round(tokens / forwards, 3)}
         row |= {"rounds": rounds, "forwards": forwards}
-        print(json.dumps(row | {"times as fast": wall, "by processor time": cpu}), flush=True)
+        if not args.counts:
+            row |= {"times as fast": wall, "by processor time": cpu}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ class LastRound:
         self.copy = copy or self.copy
         return copy
 
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        copy = self.policy.extend(draft, lookup, limit, depth)
+        self.copy = copy or self.copy
+        return copy
+
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         self.draft = draft
         return self.policy.length(draft, limit, depth, seconds)

@@ -42,6 +42,10 @@ class Policy(Protocol):
         A sampled draft's tokens must have no part in it, nor its evidence: only the greedy path's.
         """
 
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        """The copy to offer after a sampled draft whose tokens are all offered, so that they may
+        have a part in it; None: the draft is enough. At most limit tokens can be offered."""
+
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         """Tokens of the draft, or of the copy just chosen, to feed, at most limit; seconds were
         spent on starting it."""
@@ -81,6 +85,9 @@ class Fixed:
         return len(copy.tokens) > running
 
     def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        return None
+
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
         return None
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:

@@ -67,21 +67,33 @@ def begin(text: Text, anchor: mx.array, policy: Policy, budget: float) -> Start 
 
 def choose(text: Text, policy: Policy, start: Start, limit: int) -> tuple[Draft, int]:
     """The draft to offer, and how many of its tokens: at most limit."""
-    draft = start.draft
-    if draft.copied is None and text.lookup is not None:
-        copy = policy.splice(draft, text.lookup, limit, text.position)
+    draft, depth, lookup = start.draft, text.position, text.lookup
+    if draft.copied is None and lookup is not None:
+        copy = policy.splice(draft, lookup, limit, depth)
+        draft = draft if copy is None else copied(copy, draft)
+    length = policy.length(draft, min(limit, len(draft.tokens)), depth, start.seconds)
+    if draft.q is not None and lookup is not None and length == len(draft.tokens) < limit:
+        copy = policy.extend(draft, lookup, limit, depth)
         if copy is not None:
-            draft = copied(copy, draft.tokens[: copy.after])
-    limit = min(limit, len(draft.tokens))
-    return draft, policy.length(draft, limit, text.position, start.seconds)
+            draft = copied(copy, draft)
+            length = policy.length(draft, min(limit, len(draft.tokens)), depth, start.seconds)
+    return draft, length
 
 
-def copied(copy: Copy, before: mx.array | None = None) -> Draft:
-    """A copy as a draft, after the drafted tokens before it."""
+def copied(copy: Copy, draft: Draft | None = None) -> Draft:
+    """A copy as a draft, after the draft's tokens before it. Copied tokens are one-hot."""
     tokens = mx.array(copy.tokens, mx.uint32)
-    if before is not None and len(before):
-        tokens = mx.concatenate([before.astype(mx.uint32), tokens])
-    return Draft(tokens, tokens[:, None], None, copied=copy.after)
+    if draft is None or not copy.after:
+        return Draft(tokens, tokens[:, None], None, copied=copy.after)
+    candidates, q = tokens[:, None], None
+    if draft.q is not None:  # of as many candidates as the drafted tokens have
+        K = draft.q.shape[1]
+        candidates = mx.broadcast_to(candidates, (len(tokens), K))
+        one = mx.broadcast_to(mx.arange(K) == 0, candidates.shape).astype(draft.q.dtype)
+        candidates = mx.concatenate([draft.candidates, candidates.astype(draft.candidates.dtype)])
+        q = mx.concatenate([draft.q, one])
+    tokens = mx.concatenate([draft.tokens[: copy.after].astype(mx.uint32), tokens])
+    return Draft(tokens, tokens[:, None] if q is None else candidates, q, copied=copy.after)
 
 
 def propose(text: Text, anchor: mx.array, policy: Policy) -> tuple[Draft, float]:

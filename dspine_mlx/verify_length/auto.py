@@ -4,6 +4,7 @@ Plain decoding is one more choice: drafting is parked while it wins. The rules, 
 are in `dspine_mlx.verify_length.rules`.
 """
 
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -131,14 +132,8 @@ class Auto:
         return token_values(chances[:limit], self.costs.verify(depth), draft, plain, rate)
 
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
-        if self.check:
-            return False
-        costs, seconds = self.costs, self.costs.verify(depth)
-        if self.parked:
-            offer = self.copying.instead_of_plain(copy, running, seconds, costs.plain(depth))
-        else:
-            draft, average = costs.draft(depth), 1 / self.rate(depth)
-            offer = self.copying.instead_of_draft(copy, seconds, draft, average)
+        rate = None if self.parked else self.rate(depth)
+        offer = None if self.check else self.copying.pays(copy, running, self.costs, depth, rate)
         if offer is not None:
             self.digest()
             self.newest = Round.of_copy(offer, depth, drafted=False)
@@ -155,10 +150,20 @@ class Auto:
         copies = lookup.splices(path) if draft.q is None else lookup.whole()
         values = Values(self.costs.verify(depth), w)
         offer = self.copying.instead_of_path(greedy[:limit], path, copies, values)
-        if offer is None:
+        if offer is not None:
+            self.newest = Round.of_copy(offer, depth, drafted=True)
+        return None if offer is None else offer.copy
+
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        drafted = draft.tokens.tolist()
+        copy = lookup.draft(limit - len(drafted), drafted)
+        if self.newest is None or not self.newest.chances or copy is None:
             return None
-        self.newest = Round.of_copy(offer, depth, drafted=True)
-        return offer.copy
+        values = Values(self.costs.verify(depth)[len(drafted) :], [1 / self.rate(depth)] * limit)
+        chances, more = self.copying.behind(copy, math.prod(self.newest.chances), values)
+        if more:
+            self.newest.go_on(chances, more)
+        return copy if more else None
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
@@ -178,16 +183,9 @@ class Auto:
         return self.newest.chosen
 
     def read(self, draft: Draft) -> Evidence:
-        if self.known is not None and self.known[0] is draft:
-            return self.known[1]
-        assert draft.evidence is not None
-        mx.eval(draft.tokens, draft.evidence, draft.greedy_path)
-        calibrated = self.chances.calibration.block_log_odds
-        odds = calibrated(draft.evidence.log_odds())
-        path = draft.greedy_path
-        evidence = Evidence(odds, odds if path is None else calibrated(path.log_odds()))
-        self.known = draft, evidence
-        return evidence
+        if self.known is None or self.known[0] is not draft:
+            self.known = draft, Evidence.of(draft, self.chances.calibration)
+        return self.known[1]
 
     def learn(self, accepted: int, offered: int) -> None:
         assert self.newest is not None
@@ -209,16 +207,16 @@ class Auto:
         self.end_round(this, gain)
 
     def learn_copy(self, this: Round) -> None:
-        """A round with a copy is over. Drafting has lost the time of a draft beside it."""
-        depth, plain = this.depth, self.costs.plain(this.depth)
-        lost = self.costs.draft(depth) if this.drafted else 0.0
-        seconds = lost + self.costs.verify(depth)[this.offered]
-        self.probe, self.last = None, 0.0  # neither goes on across the round
+        """A round with a copy is over. The drafter answers for its own tokens, if it was asked."""
+        depth, plain, took = this.depth, self.costs.plain(this.depth), this.seconds(self.costs)
         if this.drafted:
-            self.budget.round_over(-lost / plain)
+            own = this.copied or 0
+            gain = 1 + min(this.accepted, own) - self.costs.round(own, depth) / plain
+            self.budget.round_over(gain)
+        self.probe, self.last = None, 0.0  # neither goes on across the round
         if not self.parked:
-            self.count(expected_tokens(this.chances[: this.offered]), seconds, fading=1 / MEMORY)
-        self.end_round(this, 1 + this.accepted - seconds / plain)
+            self.count(expected_tokens(this.chances[: this.offered]), took, fading=1 / MEMORY)
+        self.end_round(this, 1 + this.accepted - took / plain)
 
     def end_round(self, this: Round, gain: float) -> None:
         """Account for a round's gain, in plain tokens, and decide whether to draft again."""

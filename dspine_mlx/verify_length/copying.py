@@ -12,6 +12,7 @@ from dspine_mlx.round.lookup import COPIED, Copy, CopyChances
 from dspine_mlx.round.select import log_odds
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.chances import Chances
+from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.reading import EVERY
 from dspine_mlx.verify_length.rules import contested, length_values
 
@@ -50,6 +51,16 @@ class Copying:
     def of(self, copy: Copy) -> list[float]:
         """Chance of each token of a copy, given that those before it are accepted."""
         return self.offered.of([log_odds(p) for p in self.chances.of(copy)])
+
+    def pays(
+        self, copy: Copy, running: int, costs: Costs, depth: int, rate: float | None
+    ) -> Offer | None:
+        """A round with the copy and nothing drafted; None: what else is done is worth more. rate:
+        tokens per second of recent rounds; None: while parked."""
+        seconds = costs.verify(depth)
+        if rate is None:
+            return self.instead_of_plain(copy, running, seconds, costs.plain(depth))
+        return self.instead_of_draft(copy, seconds, costs.draft(depth), 1 / rate)
 
     def instead_of_plain(
         self, copy: Copy, running: int, seconds: list[float], plain: float
@@ -100,6 +111,14 @@ class Copying:
             self.rounds = (1 - FADING) * self.rounds + 1
             self.contest, self.skipped = None, 0
         return best
+
+    def behind(self, copy: Copy, survival: float, values: Values) -> tuple[list[float], int]:
+        """Chances of a copy behind a block that is accepted with chance `survival`, and how many of
+        its tokens to offer. values: of forwards from the block's own on, and of further tokens."""
+        chances = self.of(copy)
+        first = [survival * chances[0], *chances[1:]]
+        net = length_values(first, values.seconds, values.tokens)
+        return chances, net.index(max(net))
 
     def against(self, drafted: list[float], path: list[int], copy: Copy, values: Values) -> Offer:
         """The copy after the first tokens of the path, against the path itself."""

@@ -6,7 +6,9 @@ import mlx.core as mx
 
 from dspine_mlx.round.accept import acceptance
 from dspine_mlx.round.select import Draft
+from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.copying import Offer
+from dspine_mlx.verify_length.costs import Costs
 
 
 @dataclass
@@ -15,6 +17,14 @@ class Evidence:
 
     odds: list[float]
     greedy: list[float]
+
+    @classmethod
+    def of(cls, draft: Draft, calibration: Calibration) -> "Evidence":
+        """Wait for a draft, and read its evidence."""
+        assert draft.evidence is not None
+        mx.eval(draft.tokens, draft.evidence, draft.greedy_path)
+        odds, path = calibration.block_log_odds(draft.evidence.log_odds()), draft.greedy_path
+        return cls(odds, odds if path is None else calibration.block_log_odds(path.log_odds()))
 
 
 @dataclass
@@ -44,6 +54,16 @@ class Round:
             copied=offer.copy.after if drafted else 0,
             drafted=drafted,
         )
+
+    def go_on(self, chances: list[float], more: int) -> None:
+        """Offer the first `more` tokens of a copy after the drafted ones."""
+        self.copied, self.chosen = self.chosen, self.chosen + more
+        self.chances = [*self.chances, *chances]
+
+    def seconds(self, costs: Costs) -> float:
+        """That it is expected to take."""
+        draft = costs.draft(self.depth) if self.drafted else 0.0
+        return draft + costs.verify(self.depth)[self.offered]
 
 
 @dataclass

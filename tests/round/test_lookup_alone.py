@@ -114,9 +114,9 @@ def test_the_caches_hold_the_text_after_an_early_close(
     assert [token for token, _ in rest] == plain[taken : taken + 5]
 
 
-def priced(slots: int, lines: list[str], draft: float = 1.0) -> Auto:
-    """The policy where a row more costs a third of a plain token."""
-    rows = tuple(1 + n / 3 for n in range(16))
+def priced(slots: int, lines: list[str], draft: float = 1.0, row: float = 1 / 3) -> Auto:
+    """The policy where a row more costs so much of a plain token."""
+    rows = tuple(1 + n * row for n in range(16))
     costs = Costs(Curve((64, 2048), (1.0, 1.0), (draft, draft), (rows, rows)))
     costs.observe = lambda *_: None  # type: ignore[method-assign]
     costs.seen |= {"plain": 1, "verify": 1, "draft": 1}
@@ -196,6 +196,34 @@ def test_a_draft_is_left_out_where_copies_are_worth_more(
     done = written(model, tokenizer, text, drafter, priced(7, [], draft=0.5)).statistics
     assert done.lookups >= done.rounds - 6
     assert drafter.rounds <= done.rounds / 2
+
+
+def test_a_sampled_block_goes_on_with_a_copy(
+    model: nn.Module, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of 7 tokens that are nearly always right, and copies behind them."""
+    policy = priced(7, [], draft=0.1, row=0.01)
+    monkeypatch.setattr(policy.copying, "pays", lambda *_: None)  # no copy in a draft's place
+    monkeypatch.setattr(policy.copying, "instead_of_path", lambda *_: None)
+    text, prompt = CIRCLE, CIRCLE[:30]
+    drafter = scripted(model, text, "right")
+    responses = list(
+        dspine_mlx.stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            drafter,
+            max_tokens=110,
+            sampler=Sampler(temp=0.1),
+            logits_processors=[forced(text)],
+            verify_length=policy,
+        )
+    )
+    assert [r.token for r in responses] == text[30:]
+    done = responses[-1].statistics
+    assert done.verify_lengths[15] >= 4
+    assert done.lookups >= done.rounds - 2
+    assert done.rounds <= 9
 
 
 def test_without_copies_it_is_plain_decoding(model: nn.Module, tokenizer: TokenizerWrapper) -> None:

@@ -90,7 +90,7 @@ def look_up(text: Text, policy: Policy) -> None:
 def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
     """Decode in rounds while they pay, plainly while they don't, until `budget` tokens or a stop
     token."""
-    text.context.hopeless = policy.hopeless
+    text.context.keeps_up = policy.keeps_context
     for decode in itertools.cycle((speculate, decode_plainly)):
         for token in decode(text, policy, budget):
             budget = 0 if token[0] in text.stops else budget - 1

@@ -222,7 +222,7 @@ class Text:
             self.feed(self.pending)
             self.fed_pending()
             self.roll_back()
-        self.context.catch_up(self.position)
+        self.context.catch_up()
         mx.async_eval([c.state for c in self.prompt_cache])
 
 

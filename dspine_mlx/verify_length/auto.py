@@ -12,6 +12,7 @@ from statistics import median
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
+from dspine_mlx.round.draft_context import BACKLOG
 from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
@@ -110,7 +111,14 @@ class Auto:
         return self.tokens / self.seconds * self.costs.plain(depth) if self.seconds else 1.0
 
     def hopeless(self, depth: int) -> bool:
+        """Whether plain decoding wins even if every drafted token is accepted."""
         return self.costs.hopeless(depth, HOPE, self.slots)
+
+    def keeps_context(self, depth: int) -> bool:
+        """Taking in a backlog takes no longer than a draft, and is bounded like drafts made while
+        parked."""
+        affordable = self.costs.probe_share(depth) <= SHARE * BACKLOG
+        return affordable and not self.hopeless(depth)
 
     def choose(self, known: Evidence, limit: int, depth: int) -> Round:
         """The length for this round; `limit` is smaller near max_tokens."""
@@ -213,7 +221,7 @@ class Auto:
             own = this.copied or 0
             gain = 1 + min(this.accepted, own) - self.costs.round(own, depth) / plain
             self.budget.round_over(gain)
-        self.probe, self.last = None, 0.0  # neither goes on across the round
+        self.probe, self.last, self.late = None, 0.0, 0  # none goes on across the round
         if not self.parked:
             self.count(expected_tokens(this.chances[: this.offered]), took, fading=1 / MEMORY)
         self.end_round(this, 1 + this.accepted - took / plain)
@@ -277,18 +285,21 @@ class Auto:
     def probe_due(self, depth: int) -> bool:
         if not self.parked or self.check or self.probe is not None:
             return False
+        self.asked = self.clock()
         return self.budget.probe_due(self.costs.probe_share(depth)) and not self.hopeless(depth)
 
     def start_probe(self, draft: Draft) -> None:
         self.probe = Probe(draft)
         self.chances.forget_half()
         self.budget.since, self.budget.eager = 0, False
-        self.last = -1.0  # the draft takes its time from the next two tokens
+        self.last, self.late, self.waited = 0.0, 2, 0.0
         self.statistics.probes += 1
 
     def time_plain(self) -> None:
         """Start timing plain tokens."""
         self.last, self.times = 0.0, list[float]()  # clock at the last token; 0: not usable
+        # Tokens still to come that wait for a probe's draft, and the time that they took.
+        self.late, self.waited = 0, 0.0
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         now = self.clock()
@@ -296,9 +307,15 @@ class Auto:
         if self.last > 0 and now - waiting > 0.5 * (now - self.last):  # else the reader was slow
             self.times.append(now - self.last)
             if len(self.times) == SPAN:
+                self.costs.scattered(self.times)
                 self.times = [median(self.times)]
                 self.observe_plain(depth)
-        self.last = now if self.last >= 0 else 0.0
+        if self.late:
+            self.waited += now - (self.asked if self.late == 2 else waiting)
+            self.late -= 1
+            if not self.late:
+                self.observe_probe(depth)
+        self.last = now if not self.late else 0.0
         if self.check:
             self.check -= 1
             if not self.check:
@@ -314,6 +331,13 @@ class Auto:
         for seconds in self.times:
             self.costs.observe_plain(seconds, depth)
         self.times.clear()
+
+    def observe_probe(self, depth: int) -> None:
+        """Learn what a draft costs from the two plain tokens that waited for it, if it is much: a
+        cheap one is lost in their scatter."""
+        draft, plain = self.waited - 2 * self.costs.plain(depth), self.costs.plain(depth)
+        if draft > plain:
+            self.costs.observe_draft(draft, depth)
 
     def compare(self, probe: Probe, token: int, logprobs: mx.array, depth: int) -> None:
         """Compare a plain token with the watched draft; the first that differs ends the probe."""

@@ -34,6 +34,7 @@ from dspine_mlx.models.hub import (
     not_downloaded,
     online,
 )
+from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 from dspine_mlx.target.row_kernels import prepare
@@ -119,8 +120,8 @@ def load_drafter(
     check_target(checkpoint.config, target)
     if not states_rope_theta(checkpoint.raw):
         log.warning("%s: %s", path, assumed_rope_theta(checkpoint.config.rope_theta))
+    settle_verify_kernels(target, kernels, max(checkpoint.config.num_proposals, COPIED))
     drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
-    settle_verify_kernels(target, kernels, drafter.most_offered)
     drafter.folder = folder
     return drafter
 
@@ -128,9 +129,8 @@ def load_drafter(
 def lookup_drafter(model: nn.Module, kernels: str = "auto") -> Drafter:
     """A drafter without a network, whose rounds offer only copies of earlier text."""
     target = Target(model)
-    drafter = Drafter(LookupOnly(), target, target)
-    settle_verify_kernels(target, kernels, drafter.most_offered)
-    return drafter
+    settle_verify_kernels(target, kernels, COPIED)
+    return Drafter(LookupOnly(), target, target)
 
 
 def settle_verify_kernels(target: Target, mode: str, offered: int) -> None:

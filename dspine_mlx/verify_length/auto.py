@@ -4,7 +4,6 @@ Plain decoding is one more choice: drafting is parked while it wins. The rules, 
 are in `dspine_mlx.verify_length.rules`.
 """
 
-import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -17,11 +16,12 @@ from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.verify_length import copy_rounds
 from dspine_mlx.verify_length import explain as words
 from dspine_mlx.verify_length.budget import SHARE, Budget
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.chances import Chances, expected_tokens
-from dspine_mlx.verify_length.copying import Copying, Values
+from dspine_mlx.verify_length.copying import Copying
 from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.reading import Reading
 from dspine_mlx.verify_length.records import Evidence, Probe, Round
@@ -151,27 +151,10 @@ class Auto:
         if draft.evidence is None:
             return None
         self.digest()
-        greedy = self.chances.of(self.read(draft).greedy)
-        path = (draft.greedy_path or draft.evidence).tokens.tolist()[:limit]
-        w = self.seconds_saved(greedy, limit, depth)
-        w += [1 / self.rate(depth)] * (limit - len(w))
-        copies = lookup.splices(path) if draft.q is None else lookup.whole()
-        values = Values(self.costs.verify(depth), w)
-        offer = self.copying.instead_of_path(greedy[:limit], path, copies, values)
-        if offer is not None:
-            self.newest = Round.of_copy(offer, depth, drafted=True)
-        return None if offer is None else offer.copy
+        return copy_rounds.splice(self, draft, lookup, limit, depth)
 
     def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        drafted = draft.tokens.tolist()
-        copy = lookup.draft(limit - len(drafted), drafted)
-        if self.newest is None or not self.newest.chances or copy is None:
-            return None
-        values = Values(self.costs.verify(depth)[len(drafted) :], [1 / self.rate(depth)] * limit)
-        chances, more = self.copying.behind(copy, math.prod(self.newest.chances), values)
-        if more:
-            self.newest.go_on(chances, more)
-        return copy if more else None
+        return copy_rounds.extend(self, draft, lookup, limit, depth)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
@@ -200,7 +183,7 @@ class Auto:
         this, depth = self.newest, self.newest.depth
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
         if this.copied is not None:
-            self.learn_copy(this)
+            copy_rounds.learn(self, this)
             return
         seconds = self.costs.round(offered, depth)
         off = (this.drafting + this.verifying) / seconds
@@ -213,18 +196,6 @@ class Auto:
         gain = 1 + accepted - seconds / self.costs.plain(depth)
         self.budget.round_over(gain)
         self.end_round(this, gain)
-
-    def learn_copy(self, this: Round) -> None:
-        """A round with a copy is over. The drafter answers for its own tokens, if it was asked."""
-        depth, plain, took = this.depth, self.costs.plain(this.depth), this.seconds(self.costs)
-        if this.drafted:
-            own = this.copied or 0
-            gain = 1 + min(this.accepted, own) - self.costs.round(own, depth) / plain
-            self.budget.round_over(gain)
-        self.probe, self.last, self.late = None, 0.0, 0  # none goes on across the round
-        if not self.parked:
-            self.count(expected_tokens(this.chances[: this.offered]), took, fading=1 / MEMORY)
-        self.end_round(this, 1 + this.accepted - took / plain)
 
     def end_round(self, this: Round, gain: float) -> None:
         """Account for a round's gain, in plain tokens, and decide whether to draft again."""

@@ -21,11 +21,11 @@ from dspine_mlx.checkpoints.rope import assumed_rope_theta, states_rope_theta
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.lookup_only import LOOKUP, LookupOnly
+from dspine_mlx.drafters.lookup_only import LookupOnly
 from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
-from dspine_mlx.models.choose import AUTO, choose
+from dspine_mlx.models.choose import choose
 from dspine_mlx.models.fit import check_configs
 from dspine_mlx.models.hub import (
     DOWNLOAD_ERRORS,
@@ -34,6 +34,7 @@ from dspine_mlx.models.hub import (
     not_downloaded,
     online,
 )
+from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target

@@ -1,6 +1,7 @@
 """A drafter: a network bound to the target that it drafts for."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.round.lookup import COPIED
+from dspine_mlx.target.given_cache import Layout, layout
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.misfit import Misfit
 
@@ -56,6 +58,13 @@ class Drafter:
         """Empty caches of the context, one per layer."""
         return self.network.make_cache()
 
+    @cached_property
+    def cache_layout(self) -> Layout:
+        """What its caches hold, without a forward."""
+        caches = self.make_cache()
+        self.extend(mx.zeros((1, 1, self.network.feature_size), self.target.dtype), caches)
+        return layout(caches)
+
     def no_features(self) -> mx.array:
         """Features of no positions: [1, 0, m*d]."""
         return mx.zeros((1, 0, self.network.feature_size), self.target.dtype)
@@ -75,16 +84,23 @@ class Drafter:
         return self.network.propose(anchor, features, cache, self.target, self.kernels)
 
     def propose_texts(
-        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        slots: int | None = None,
     ) -> list[AnyProposal]:
         """Propose M tokens after each text's anchor: one proposal per text, bit-equal to `propose`
         where the backend's rows are.
+
+        slots: propose so many tokens only. A causal block's are the first ones of the full block;
+        others may differ, as a block's later slots change its earlier ones.
 
         anchors: [B]; features: [B, n, m*d], of which the cache's lengths say how many rows each
         text takes in (`DraftLengths.take_in`).
         """
         network = self.network
-        return network.propose_texts(anchors, features, cache, self.target, self.kernels)
+        return network.propose_texts(anchors, features, cache, slots, self.target, self.kernels)
 
     def set_dtype(self, dtype: mx.Dtype) -> None:
         """Cast the network's floating-point parameters."""

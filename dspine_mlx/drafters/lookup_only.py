@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import mlx.nn as nn
 
-LOOKUP = "lookup"  # its name where others have a folder
-
 
 @dataclass(frozen=True)
 class NoProposals:

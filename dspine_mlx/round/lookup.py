@@ -35,7 +35,9 @@ class Lookup:
     stops: tokens that end a text. chances: what the text's own tokens teach about copies.
     """
 
-    def __init__(self, stops: frozenset[int | None] = frozenset()) -> None:
+    def __init__(
+        self, stops: frozenset[int | None] = frozenset(), tokens: Iterable[int] = ()
+    ) -> None:
         self.stops = stops
         self.chances: CopyChances | None = None
         self.watched: Copy | None = None  # the newest copy, as long as the text agrees with it
@@ -43,6 +45,7 @@ class Lookup:
         self.tokens = array("i")
         self.earlier = array("i", [0] * GRAM)
         self.newest = array("i", bytes(4 * SLOTS))
+        self.add(tokens)
 
     def add(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text. From now on `find` sees the n-gram before each of them."""

@@ -251,7 +251,7 @@ class Auto:
         self.parked = True
         self.time_plain()
         if self.explain:
-            self.explain(f"parked at {depth}: {words.comparison(self, depth)}")
+            self.explain(f"parked at {depth}: {words.parking(self, depth)}")
 
     def probe_due(self, depth: int) -> bool:
         if not self.parked or self.check or self.probe is not None:
@@ -334,7 +334,7 @@ class Auto:
         self.budget.probe_over(tokens - seconds / self.costs.plain(depth))
         self.unpark(depth)
         if self.explain:
-            self.explain(f"probe at {depth}: {words.comparison(self, depth)}")
+            self.explain(f"probe at {depth}: {words.probing(self, depth)}")
 
     def verdict(self, depth: int) -> str:
         """Why this text was drafted or not, for the summary; the text is over."""

@@ -51,4 +51,4 @@ class Told(Lookup):
 
 def use(lookup: Lookup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next texts be looked up in this one."""
-    monkeypatch.setattr(generation, "Lookup", lambda stops: lookup)
+    monkeypatch.setattr(generation, "Lookup", lambda stops, tokens: lookup)

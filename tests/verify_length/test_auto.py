@@ -124,8 +124,16 @@ def test_parks_when_the_text_turns_hard_and_resumes_when_it_turns_easy() -> None
     auto = policy(curve, machine, lines)
     replay(easy + hard + easy, auto, machine)
     assert 500 < auto.statistics.plain < 900
-    assert any(line.startswith("parked at") for line in lines)
+    parked = [line for line in lines if line.startswith("parked at")]
+    assert parked
     assert not auto.parked
+    assert all(line.endswith(" and the balance is spent") for line in parked)
+    assert all("times the speed" not in line for line in lines)  # expected: outcomes decide
+    probes = [line for line in lines if line.startswith("probe at")]
+    assert probes[-1].endswith("so drafting goes on")
+    for line in probes:
+        balance = float(line.partition("the balance is ")[2].split()[0])
+        assert (balance < 1) == line.endswith("below 1: drafting stays parked")
 
 
 def test_a_hopeless_machine_gets_one_round() -> None:

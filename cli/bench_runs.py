@@ -33,6 +33,7 @@ from dspine_mlx.measure.phases import split
 from dspine_mlx.measure.prompts import Messages, encode
 from dspine_mlx.measure.server_load import Request, check_mode, compare_modes, serving
 from dspine_mlx.models.choose import hint
+from dspine_mlx.models.needs import LOOKUP
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
@@ -54,7 +55,8 @@ def load_pair(
         if model is None or draft_model is None:
             target, tokenizer, drafter = load(model, draft_model, kernels=kernels)
         else:
-            read_config(resolve(draft_model))  # fail on a wrong name; a misfit is only reported
+            if draft_model != LOOKUP:  # fail on a wrong name; a misfit is only reported
+                read_config(resolve(draft_model))
             target, tokenizer, drafter = load(model)
             try:
                 drafter = load_drafter(draft_model, target, kernels=kernels)
@@ -141,6 +143,8 @@ def splits(
     comparison: Comparison, pair: Models, prompt: list[int], max_tokens: int
 ) -> list[dict[str, Any]]:
     """Split a round of every mode that drafted, at the length it offered most often."""
+    if pair.drafter is None or not pair.drafter.config.num_proposals:
+        return []
     rows = []
     for mode in comparison.modes:
         offered = comparison.verify_lengths(mode)
@@ -189,7 +193,8 @@ def concurrent(
     if model is None:
         raise InputError(f"the drafter {draft_model} needs its target; give --model")
     for name in filter(None, (model, draft_model)):
-        read_config(resolve(name))  # fail here on a wrong name, not in the server
+        if name != LOOKUP:
+            read_config(resolve(name))  # fail here on a wrong name, not in the server
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         modes = [PLAIN]

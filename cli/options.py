@@ -23,7 +23,8 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft-model",
-        help="Drafter: a folder or Hub id of a checkpoint, or 'auto' for a public one that fits.",
+        help="Drafter: a folder or Hub id of a checkpoint; 'auto' for a public one that fits; "
+        "'lookup' for none, only copies of earlier text.",
         rich_help_panel=PAIR,
     ),
 ]

@@ -239,7 +239,7 @@ def test_kernels_are_settled_when_a_drafter_is_loaded(
     state = mx.array(mx.random.state[0])
     exact = load_drafter(folder, model, kernels="exact")
     assert mx.array_equal(mx.random.state[0], state)
-    widths = exact.config.num_proposals + 1
+    widths = exact.most_offered + 1
     assert exact.target.verify_kernels.width_limit == widths
     assert f"up to {widths} rows, as checked" in exact.target.verify_kernels.promise()
     assert load_drafter(folder, model, kernels="off").target.verify_kernels.width_limit > 99

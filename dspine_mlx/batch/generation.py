@@ -162,6 +162,8 @@ class Generation:
     def refusal(self) -> str | None:
         """Why the texts are decoded one after another; None if they are not."""
         model, network = self.drafter.target.model, self.drafter.network
+        if not self.drafter.config.num_proposals:
+            return "copies are looked up for one text at a time"
         if not method_of(network).several_texts:
             return f"{type(network).__name__} drafters propose for one text at a time"
         if math.isfinite(self.drafter.target.verify_kernels.width_limit):

@@ -19,6 +19,7 @@ from dspine_mlx.verify_length.costs import Curve
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
 PLAIN = 12  # tokens of plain decoding timed together: the CPU's caches are cold for the first
 SECONDS = 3.0  # a measurement stops repeating after about this long
+NOTHING = 1e-9  # seconds of a draft where nothing is drafted; costs must be above 0
 ROW = 0.1  # a guess: cost of a further row, as a share of the first
 
 
@@ -29,7 +30,9 @@ def guess(drafter: Drafter) -> Curve:
         for m in (drafter.target.model, drafter.network)
     )
     plain, draft = 1e-11 * target, 1e-11 * max(0.05 * target, own)
-    rows = tuple(plain * (1 + ROW * n) for n in range(drafter.config.num_proposals + 1))
+    if not drafter.config.num_proposals:
+        draft = NOTHING
+    rows = tuple(plain * (1 + ROW * n) for n in range(drafter.most_offered + 1))
     deep = tuple(1.1 * row for row in rows)
     return Curve(DEPTHS, (plain, 1.1 * plain), (draft, draft), (rows, deep), measured=False)
 
@@ -37,7 +40,7 @@ def guess(drafter: Drafter) -> Curve:
 def measure(drafter: Drafter, seconds: float = SECONDS) -> Curve:
     """Take median times of interleaved repetitions after a warm-up, on separate caches."""
     timer = StepTimer(drafter)
-    all_widths = list(range(1, drafter.config.num_proposals + 2))
+    all_widths = list(range(1, drafter.most_offered + 2))
     some = sorted({1, 2, (1 + len(all_widths)) // 2, len(all_widths)})
     low = timer.medians(DEPTHS[0], all_widths, 0.7 * seconds)
     high = timer.medians(DEPTHS[1], some, 0.3 * seconds)
@@ -115,17 +118,19 @@ class StepTimer:
     def medians(self, depth: int, widths: list[int], seconds: float) -> dict[int | str, float]:
         self.deepen(depth)
         steps: dict[int | str, Callable[[], None]] = {"plain": self.plain, "draft": self.draft}
+        if not self.drafter.config.num_proposals:
+            del steps["draft"]
         steps |= {width: partial(self.verify, width) for width in widths}
         times: dict[int | str, list[float]] = {name: [] for name in steps}
         for step in steps.values():  # the first run of a width may compile kernels
             step()
         started = time.perf_counter()
-        while len(times["draft"]) < 7 and (
-            len(times["draft"]) < 3 or time.perf_counter() - started < seconds
+        while len(times["plain"]) < 7 and (
+            len(times["plain"]) < 3 or time.perf_counter() - started < seconds
         ):
             for name, step in steps.items():
                 begun = time.perf_counter()
                 step()
                 times[name].append(max(time.perf_counter() - begun, 1e-9))
         medians = {name: statistics.median(values) for name, values in times.items()}
-        return medians | {"plain": medians["plain"] / PLAIN}
+        return {"draft": NOTHING} | medians | {"plain": medians["plain"] / PLAIN}

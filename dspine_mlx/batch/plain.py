@@ -19,7 +19,8 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     texts, waiting, overlapped = list(batch.texts), time.perf_counter(), batch.ahead is not None
     this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
     for i, text in enumerate(texts):
-        text.take_rows(this.fed[i : i + 1])
+        if text.has_history:
+            text.take_rows(this.fed[i : i + 1])
     batch.features = this.features
     batch.accept([1] * len(texts))
     if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
@@ -46,17 +47,11 @@ def step(batch: Batch, fed: mx.array) -> Ahead:
     keys = [text.key for text in texts]
     logits = batch.feed(fed[:, None])
     logprobs = normalised(logits[:, 0])
-    best = mx.argmax(logprobs, axis=-1)
-    tokens, rows = [], []
-    for i, text in enumerate(texts):
-        if text.plainly_greedy:
-            tokens.append(best[i : i + 1])
-            rows.append(logprobs[i])
-        else:
-            token, row = sampled(text, fed[i : i + 1], logits[i])
-            tokens.append(token)
-            rows.append(row)
-    picked = mx.concatenate([token.astype(mx.uint32) for token in tokens])
+    picked, rows = mx.argmax(logprobs, axis=-1), list(logprobs)
+    others = [i for i, text in enumerate(texts) if not text.plainly_greedy]
+    for i in others:
+        token, rows[i] = sampled(texts[i], fed[i : i + 1], logits[i])
+        picked[i : i + 1] = token.astype(picked.dtype)
     mx.async_eval(picked, rows)
     return Ahead(fed, picked, rows, batch.features, keys, started)
 

@@ -1,6 +1,7 @@
 """A drafter: a network bound to the target that it drafts for."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,14 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.round.lookup import COPIED
+from dspine_mlx.target.given_cache import Layout, layout
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.misfit import Misfit
 
 if TYPE_CHECKING:
     from dspine_mlx.drafters.dflash import DFlash
+    from dspine_mlx.drafters.lookup_only import LookupOnly
     from dspine_mlx.verify_length.schedule import Schedule
 
 
@@ -28,7 +32,7 @@ class Drafter:
     The network's parameters are a checkpoint's; the target's weights are lent to it, never copied.
     """
 
-    network: "DFlash"
+    network: "DFlash | LookupOnly"
     target: Target  # with the embedding and head to propose with: a checkpoint's own, or rows
     verifier: Target  # whose distribution it drafts for
     kernels: Kernels = OFF
@@ -41,6 +45,11 @@ class Drafter:
         return self.network.config
 
     @property
+    def most_offered(self) -> int:
+        """Tokens that a round may offer: all proposals, or as many copied ones."""
+        return max(self.config.num_proposals, COPIED)
+
+    @property
     def layers(self) -> list[nn.Module]:
         """The draft layers, one cache each."""
         return self.network.layers
@@ -48,6 +57,13 @@ class Drafter:
     def make_cache(self) -> list[KVCache]:
         """Empty caches of the context, one per layer."""
         return self.network.make_cache()
+
+    @cached_property
+    def cache_layout(self) -> Layout:
+        """What its caches hold, without a forward."""
+        caches = self.make_cache()
+        self.extend(mx.zeros((1, 1, self.network.feature_size), self.target.dtype), caches)
+        return layout(caches)
 
     def no_features(self) -> mx.array:
         """Features of no positions: [1, 0, m*d]."""

@@ -17,14 +17,16 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
-from dspine_mlx.models.choose import AUTO, choose, hint
+from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
+from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags
 from dspine_mlx.server.options import ANY, Options
 from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import check_config
 from dspine_mlx.verify_length.schedule import prepare
 
 DEFAULT = "default_model"  # mlx_lm's name for what the command line gave
@@ -89,6 +91,19 @@ class Provider(host.ModelProvider):
                     "--allow-models says what it does",
                     param,
                 )
+        self.check_adapter(wanted)
+
+    def check_adapter(self, wanted: host.ModelDescription) -> None:
+        """mlx_lm loads the command line's model with the command line's adapter, whatever a request
+        asks for."""
+        own = self._adapter_map.get(wanted.model)
+        if wanted.model in self._adapter_map and wanted.adapter not in (None, own):
+            loaded = "without adapters" if own is None else f"with the adapters {own}"
+            raise UnknownModel(
+                f"adapters is {wanted.adapter}, but this server's own model is loaded {loaded}; "
+                "name the model, too, to have it loaded with others",
+                "adapters",
+            )
 
     def download(self, wanted: host.ModelDescription) -> None:
         """Download a model that is not here yet; `UnknownModel` if it can't be loaded."""
@@ -146,6 +161,7 @@ class Provider(host.ModelProvider):
             check_memory(folder)
         successor = STOCK(self.cli_args)
         try:
+            check_config(config)
             successor._load(model_path, adapter_path, None)
             caches = len(make_prompt_cache(successor.model))
         except Exception as error:  # mlx_lm may raise anything on a bad checkpoint
@@ -191,6 +207,9 @@ class Provider(host.ModelProvider):
 
 def default_pair(cli_args: Namespace) -> None:
     """Use the pair that ships with the package if there is no --model."""
+    if cli_args.draft_model == LOOKUP:
+        cli_args.model = str(DEMO / "target")
+        return
     if cli_args.draft_model not in (None, AUTO):
         raise InputError(
             f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "

@@ -142,17 +142,16 @@ def bench(
     is 1. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.measure.modes import AUTO, verify_length
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.models.needs import check_pair
 
     check_new(json_file)
     check_plot(plot)
-    check_kernels(kernels)
     if rows:
         if load != Load() or draft_model is not None or live or plot is not None:
             raise InputError(ROWS_ALONE)
+        check_pair(model, None)
         products(model, json_file)
         return
     load.check(live, plot is not None)
@@ -167,11 +166,13 @@ def bench(
     if load.suite is not None:
         messages = load_suite(load.suite, load.limit, lambda line: typer.echo(line, err=True))
 
+    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
     from dspine_mlx.cli.bench_steps import verify_steps
     from dspine_mlx.cli.bench_tables import draw
     from dspine_mlx.cli.pair import chosen
 
+    check_kernels(kernels)
     settings = {
         "prompts": len(messages),
         "max_tokens": load.max_tokens,

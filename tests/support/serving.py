@@ -199,6 +199,7 @@ class Server:
     port: int
     log: Path
     lock: IO[str] | None = None  # of the port
+    patience: float = 60.0  # seconds that a reply may take
 
     def request(
         self, path: str, body: Any = None, *, method: str | None = None, **headers: str
@@ -206,7 +207,7 @@ class Server:
         raw = (
             body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         )
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
         connection.request(method or ("GET" if raw is None else "POST"), path, raw, headers)
         response = connection.getresponse()
         text = response.read().decode()
@@ -221,7 +222,7 @@ class Server:
 
     def raw(self, content: bytes, *, half_close: bool = False) -> bytes:
         """Whatever comes back for some bytes on a socket."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), self.patience) as connection:
             connection.sendall(content)
             if half_close:
                 connection.shutdown(socket.SHUT_WR)

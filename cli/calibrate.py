@@ -85,7 +85,7 @@ def calibrate(
     draft_model = chosen(model, draft_model)
     with loading(model, draft_model):
         target, tokenizer, drafter = load(model, draft_model)
-    if drafter is None:
+    if drafter is None or not drafter.config.num_proposals:
         raise InputError("there is no drafter to calibrate; give --draft-model")
     fits = fit_all((target, tokenizer, drafter), suites, temperatures, max_tokens)
     path = output or calibration_path(drafter)

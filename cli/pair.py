@@ -94,6 +94,7 @@ def load_pair(
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+    model = model or str(DEMO / "target")  # to be looked up without a drafter
     with loading(model, draft_model):
         target, tokenizer, drafter = load(
             model,

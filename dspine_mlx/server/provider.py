@@ -19,7 +19,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
 from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
-from dspine_mlx.models.needs import AUTO
+from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags
@@ -207,6 +207,9 @@ class Provider(host.ModelProvider):
 
 def default_pair(cli_args: Namespace) -> None:
     """Use the pair that ships with the package if there is no --model."""
+    if cli_args.draft_model == LOOKUP:
+        cli_args.model = str(DEMO / "target")
+        return
     if cli_args.draft_model not in (None, AUTO):
         raise InputError(
             f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "

@@ -47,7 +47,7 @@ def read_costs(drafter: Drafter) -> Shown:
     try:
         with reading(path) as data:
             curve = Curve.from_dict(data["curve"])
-            widths = drafter.config.num_proposals + 1
+            widths = drafter.most_offered + 1
             if data["key"] != pair_key(drafter) or len(curve.verify[0]) != widths:
                 raise InputError("it belongs to another pair")
             if curve.contradiction():
@@ -86,6 +86,8 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
 
     path: None takes the file made on this machine, else the one in the drafter's folder.
     """
+    if not drafter.config.num_proposals:
+        return {}
     if path is None:
         shipped = [drafter.folder / SHIPPED] if drafter.folder else []
         path = next((p for p in (calibration_path(drafter), *shipped) if present(p)), None)
@@ -121,6 +123,7 @@ def pair_key(drafter: Drafter) -> dict[str, str]:
         "mlx": mx.__version__,
         "target": structure(drafter.target.model),
         "drafter": structure(drafter.network),
+        "rows": str(drafter.most_offered + 1),
     }
     kernels = drafter.target.verify_kernels.digest
     return key | {"kernels": kernels} if kernels else key

@@ -21,7 +21,7 @@ from dspine_mlx.cli.options import SeveralValues
 from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.cli.train import app as train
-from dspine_mlx.errors import InputError
+from dspine_mlx.errors import InputError, LostRank
 
 WIDEST = 4  # digits of a number of columns
 
@@ -92,5 +92,18 @@ def main() -> None:
     try:
         app()
     except InputError as error:
+        if of_another_rank():
+            sys.exit(0)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(2)
+    except LostRank as error:  # its collectives wait for ever, and the end of the process for them
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def of_another_rank() -> bool:
+    """Whether rank 0 of a group of machines says what is wrong."""
+    from dspine_mlx.group.meet import follows
+
+    return follows()

@@ -9,12 +9,15 @@ import typer
 
 from dspine_mlx.cli.options import (
     PAIR,
+    PATIENCE,
     AdapterOption,
     DraftOption,
     DraftQuantOption,
     KernelsOption,
     NoLookupOption,
     NoProfileOption,
+    PatienceOption,
+    PipelineOption,
     TargetOption,
     TrustOption,
     VerifyLengthOption,
@@ -61,6 +64,8 @@ def generate(
     kernels: KernelsOption = "auto",
     no_lookup: NoLookupOption = False,
     no_profile: NoProfileOption = False,
+    pipeline: PipelineOption = False,
+    patience: PatienceOption = PATIENCE,
     explain: Annotated[
         bool,
         typer.Option(
@@ -214,87 +219,116 @@ def generate(
     from dspine_mlx.cli.drafter import chosen, say_what_fits
     from dspine_mlx.cli.prompt_cache import read_saved_prompt
     from dspine_mlx.generate import stream_generate
+    from dspine_mlx.group.meet import leading, meet
     from dspine_mlx.load import DEMO, check_context, load, read_config, resolve
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length.schedule import prepare
 
-    if image:
-        raise InputError("--image can't be used: drafters read text; see mlx_lm.generate")
-    check_max_tokens(max_tokens)
-    check_cache_sizes(prefill_step_size, max_kv_size)
-    check_kv_quantization(kv_bits, kv_group_size, quantized_kv_start)
-    length = parse_verify_length(verify_length, num_draft_tokens)
-    text = read_prompt(prompt)
-    template = parse_object("--chat-template-args", chat_template_args)
-    sampler = Sampler(temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
-    if seed is not None:  # as mlx_lm.generate: before loading, which draws initial weights
-        check_seed(seed)
-        mx.random.seed(seed)
-    saved = None
-    if prompt_cache_file is not None:
-        saved = read_saved_prompt(prompt_cache_file, model, kv_bits, kv_group_size)
-        model = saved.model
-    draft_model = chosen(model, draft_model)
-    if model is None and draft_model is None:
-        typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
-        model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
-    tokenizer_config = {} if saved is None else saved.tokenizer_config
-    target, tokenizer, drafter = load(
-        model,
-        draft_model,
-        kernels=kernels,
-        draft_quant=draft_quant,
-        adapter_path=adapter_path,
-        tokenizer_config=tokenizer_config | {"trust_remote_code": trust_remote_code},
-        model_config={"quantize_activations": True} if quantize_activations else {},
-    )
-    if drafter is None and length != 0:
-        say_what_fits(model)
-    for token in extra_eos_token or []:
-        add_eos_token(tokenizer, readable("--extra-eos-token", token))
-    if sampler.temp > 0:
-        check_top_k(top_k, vocabulary_of(target) or tokenizer.vocab_size)
-    rounds: list[str] = []
-    if drafter is not None and length == "auto":
-        prepare(drafter, profile=not no_profile, explain=rounds.append if explain else None)
-    special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.generate
-    sampler = replace(sampler, xtc_special_tokens=special, seeded=seed is not None)
-    if not ignore_chat_template and has_template(tokenizer, system_prompt):
-        messages = messages_of(text, system_prompt, prefill_response)
-        tokens = apply_template(tokenizer, messages, template, as_suffix=saved is not None)
-    else:
-        tokens = tokenizer.encode(text)
-    if saved is not None:
-        saved.check_target(target)
-    if model is not None:
-        before = 0 if saved is None else saved.tokens
-        check_context(read_config(resolve(model)), before + len(tokens))
-    responses = stream_generate(
-        target,
-        tokenizer,
-        tokens,
-        drafter,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        prompt_cache=None if saved is None else saved.caches,
-        verify_length=length,
-        lookup=not no_lookup,
-        max_kv_size=max_kv_size,
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-    )
-    if as_json:
-        typer.echo(json.dumps(summary.report(responses)))
-        return
-    last = summary.show(responses, show_accepted)
-    if rounds:
-        summary.show_rounds(rounds)
-    if stats:
-        summary.show_statistics(last)
-    if not quiet and verbose.lower() not in ("false", "f"):
-        summary.summary(last)
+    group = meet(pipeline, patience)
+    if group is not None and group.follows:
+        group.follow(model or str(DEMO / "target"), {"trust_remote_code": trust_remote_code})
+    with leading(group):
+        if image:
+            raise InputError("--image can't be used: drafters read text; see mlx_lm.generate")
+        check_max_tokens(max_tokens)
+        check_cache_sizes(prefill_step_size, max_kv_size)
+        check_kv_quantization(kv_bits, kv_group_size, quantized_kv_start)
+        length = parse_verify_length(verify_length, num_draft_tokens)
+        text = read_prompt(prompt)
+        template = parse_object("--chat-template-args", chat_template_args)
+        sampler = Sampler(
+            temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold
+        )
+        if seed is not None:  # as mlx_lm.generate: before loading, which draws initial weights
+            check_seed(seed)
+            mx.random.seed(seed)
+        saved = None
+        if prompt_cache_file is not None:
+            saved = read_saved_prompt(prompt_cache_file, model, kv_bits, kv_group_size)
+            model = saved.model
+        if group is not None:
+            refuse_in_group(adapter_path, prompt_cache_file, quantize_activations)
+        tokenizer_config = {} if saved is None else saved.tokenizer_config
+        tokenizer_config |= {"trust_remote_code": trust_remote_code}
+        draft_model = chosen(model, draft_model)
+        if model is None and draft_model is None:
+            typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
+            model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+        if group is not None:
+            assert model is not None
+            pair = group.load(model, draft_model, tokenizer_config, kernels, draft_quant)
+        else:
+            pair = load(
+                model,
+                draft_model,
+                kernels=kernels,
+                draft_quant=draft_quant,
+                adapter_path=adapter_path,
+                tokenizer_config=tokenizer_config,
+                model_config={"quantize_activations": True} if quantize_activations else {},
+            )
+        target, tokenizer, drafter = pair
+        if draft_model is None and length != 0:
+            say_what_fits(model)
+            length = 0
+        for token in extra_eos_token or []:
+            add_eos_token(tokenizer, readable("--extra-eos-token", token))
+        if sampler.temp > 0:
+            check_top_k(top_k, vocabulary_of(target) or tokenizer.vocab_size)
+        rounds: list[str] = []
+        if drafter is not None and length == "auto":
+            prepare(drafter, profile=not no_profile, explain=rounds.append if explain else None)
+        special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.generate
+        sampler = replace(sampler, xtc_special_tokens=special, seeded=seed is not None)
+        if not ignore_chat_template and has_template(tokenizer, system_prompt):
+            messages = messages_of(text, system_prompt, prefill_response)
+            tokens = apply_template(tokenizer, messages, template, as_suffix=saved is not None)
+        else:
+            tokens = tokenizer.encode(text)
+        if saved is not None:
+            saved.check_target(target)
+        if model is not None:
+            before = 0 if saved is None else saved.tokens
+            check_context(read_config(resolve(model)), before + len(tokens))
+        responses = stream_generate(
+            target,
+            tokenizer,
+            tokens,
+            drafter,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            prompt_cache=None if saved is None else saved.caches,
+            verify_length=length,
+            lookup=not no_lookup,
+            max_kv_size=max_kv_size,
+            prefill_step_size=prefill_step_size,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+            quantized_kv_start=quantized_kv_start,
+        )
+        if as_json:
+            typer.echo(json.dumps(summary.report(responses, group.size if group else 1)))
+            return
+        last = summary.show(responses, show_accepted)
+        if rounds:
+            summary.show_rounds(rounds)
+        if stats:
+            summary.show_statistics(last)
+        if not quiet and verbose.lower() not in ("false", "f"):
+            summary.summary(last)
+
+
+def refuse_in_group(
+    adapter_path: str | None, prompt_cache_file: Path | None, quantize_activations: bool
+) -> None:
+    """What a target on several machines can't have."""
+    for flag, given in (
+        ("--adapter-path", adapter_path),
+        ("--prompt-cache-file", prompt_cache_file),
+        ("--quantize-activations", quantize_activations),
+    ):
+        if given:
+            raise InputError(f"{flag} can't be used on several machines; leave it out")
 
 
 def add_eos_token(tokenizer: "TokenizerWrapper", token: str) -> None:

@@ -62,6 +62,23 @@ NoLookupOption = Annotated[
         rich_help_panel=PAIR,
     ),
 ]
+PATIENCE = 300.0  # seconds
+PipelineOption = Annotated[
+    bool,
+    typer.Option(
+        "--pipeline",
+        help="On several machines, with mlx.launch: split the target by layers, not by tensors.",
+        rich_help_panel=PAIR,
+    ),
+]
+PatienceOption = Annotated[
+    float,
+    typer.Option(
+        help="On several machines: seconds to wait for another one before all end.",
+        rich_help_panel=PAIR,
+        min=1.0,
+    ),
+]
 NoProfileOption = Annotated[
     bool,
     typer.Option(

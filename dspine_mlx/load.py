@@ -85,7 +85,7 @@ def load(
 
 def load_drafter(
     path: str | Path,
-    model: nn.Module,
+    model: nn.Module | Target,
     *,
     revision: str | None = None,
     kernels: str = "auto",
@@ -104,11 +104,13 @@ def load_drafter(
     draft_quant: 4 or 8: pack the drafter's large matrices to that many bits; None: leave them as
     they come.
     """
-    check_model(model)
+    if not isinstance(model, Target):
+        check_model(model)
     check_draft_quant(draft_quant)
     check_kernels(kernels)
     chosen = Kernels("off" if kernels == "off" else "auto")
-    folder, target = resolve(path, revision), Target(model)
+    folder = resolve(path, revision)
+    target = model if isinstance(model, Target) else Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
     if not states_rope_theta(checkpoint.raw):
@@ -121,6 +123,7 @@ def load_drafter(
 
 def settle_verify_kernels(target: Target, mode: str, proposals: int) -> None:
     """Choose the kernels that multiply the rows of this target's verify forwards."""
+    target.ranks.share(do="kernels", mode=mode, proposals=proposals)
     with same_random_state():
         found = prepare(target, mode, range(2, proposals + 2), store.cache_folder())
     target.verify_kernels = found

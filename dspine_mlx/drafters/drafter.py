@@ -41,6 +41,11 @@ class Drafter:
         return self.network.config
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose outputs it reads."""
+        return self.config.target_layer_ids
+
+    @property
     def layers(self) -> list[nn.Module]:
         """The draft layers, one cache each."""
         return self.network.layers

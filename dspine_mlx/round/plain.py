@@ -18,7 +18,7 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
     it, and the backlog of features keeps the drafter's cache up to date.
     """
     text.roll_back()
-    token, logprobs = step(text, text.anchor)
+    token, logprobs = step(text, text.anchor, more=budget > 1)
     text.fed_pending()
     depth = text.position
     while budget > 0:
@@ -27,14 +27,17 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
         text.statistics.plain += 1
         if budget == 1 or not policy.parked:
             text.pending = token
-            yield token.item(), logprobs, False
+            last = token.item()
+            text.ranks.arrived()
+            yield last, logprobs, False
             return
         if policy.probe_due(depth):
             draft, _ = propose(text, token, policy)
             policy.start_probe(draft)
         started = time.perf_counter()
-        following = step(text, token)
+        following = step(text, token, more=budget > 2)
         read = token.item()
+        text.ranks.arrived()
         policy.plain_token(read, logprobs, started, depth)
         text.rows = 1  # the token's own, as it is yielded
         yield read, logprobs, False
@@ -44,12 +47,13 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
         token, logprobs = following
 
 
-def step(text: Text, token: mx.array) -> tuple[mx.array, mx.array]:
+def step(text: Text, token: mx.array, more: bool) -> tuple[mx.array, mx.array]:
     """A forward over one token [1]: the token after it [1] and its logprobs [V], both started.
+    more: the next step feeds that token.
 
     The features are not started here: their layers are evaluated anyway.
     """
-    logprobs = normalised(text.processed(text.feed(token)))
+    logprobs = normalised(text.processed(text.feed(token, more=more)))
     sampled, row = text.sampler(logprobs), logprobs.squeeze(0)
     mx.async_eval(sampled, row)
     return sampled, row

@@ -123,6 +123,7 @@ def pair_key(drafter: Drafter) -> dict[str, str]:
         "drafter": structure(drafter.network),
     }
     kernels = drafter.target.verify_kernels.digest
+    key |= drafter.verifier.ranks.key
     return key | {"kernels": kernels} if kernels else key
 
 

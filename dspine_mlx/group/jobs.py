@@ -1,0 +1,36 @@
+"""What rank 0 asks of the others between its texts."""
+
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dspine_mlx.cache_folder import cache_folder
+from dspine_mlx.group.follow import Followed, Follower
+from dspine_mlx.group.target import PartOfTarget
+from dspine_mlx.round.text import Checkpoints
+from dspine_mlx.target.row_kernels import prepare
+
+
+class Jobs:
+    """A rank's answers to rank 0's jobs, one after another."""
+
+    def __init__(self, target: PartOfTarget, tokenizer: TokenizerWrapper):
+        self.target, self.tokenizer = target, tokenizer
+
+    def run(self) -> None:
+        """Do what rank 0 says, until it says that it is done."""
+        while (job := self.target.channel.receive())["do"] != "done":
+            self.do(job)
+
+    def do(self, job: dict[str, Any]) -> None:
+        if job["do"] == "text":
+            self.text(job, make_prompt_cache(self.target.model, job["max_kv_size"]))
+        elif job["do"] == "kernels":
+            widths = range(2, job["proposals"] + 2)
+            self.target.verify_kernels = prepare(self.target, job["mode"], widths, cache_folder())
+
+    def text(
+        self, job: dict[str, Any], cache: list[Any], checkpoints: Checkpoints | None = None
+    ) -> Followed:
+        return Follower(self.target, job, cache, checkpoints).run()

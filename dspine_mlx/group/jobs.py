@@ -7,6 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cache_folder import cache_folder
 from dspine_mlx.group.follow import Followed, Follower
+from dspine_mlx.group.in_step import decode_job
 from dspine_mlx.group.target import PartOfTarget
 from dspine_mlx.round.text import Checkpoints
 from dspine_mlx.target.row_kernels import prepare
@@ -29,6 +30,9 @@ class Jobs:
         elif job["do"] == "kernels":
             widths = range(2, job["proposals"] + 2)
             self.target.verify_kernels = prepare(self.target, job["mode"], widths, cache_folder())
+        elif job["do"] == "plain":
+            for _ in decode_job(self.target.model, self.tokenizer, job):
+                pass
 
     def text(
         self, job: dict[str, Any], cache: list[Any], checkpoints: Checkpoints | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.group.target import LeadTarget
@@ -51,6 +51,8 @@ def decode_job(
         prompt_progress_callback=progress,
         **job["options"],
     )
+    # mlx-lm leaves a forward behind, whose collectives would meet those of the next job's stream.
+    mx.synchronize(generation_stream)
 
 
 def unlisted(value: Any) -> Any:

@@ -33,7 +33,7 @@ class Group:
     def __init__(self, group: mx.distributed.Group, pipeline: bool, seconds: float = SECONDS):
         self.rank, self.size, self.pipeline = group.rank(), group.size(), pipeline
         self.channel = Channel(group, Watchdog(self.rank, self.size, seconds))
-        self.loaded = False
+        self.target: LeadTarget | None = None  # rank 0's, once it is loaded
 
     @property
     def follows(self) -> bool:
@@ -50,8 +50,7 @@ class Group:
         """Rank 0: its part of the target, the tokenizer, and the drafter, or one that drafts
         nothing."""
         module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
-        self.loaded = True
-        target = LeadTarget(module, self.channel)
+        self.target = target = LeadTarget(module, self.channel)
         check_rollback(target)
         if draft is None:
             return module, tokenizer, NoDrafter(target)
@@ -92,8 +91,8 @@ class Group:
 
     def part(self, problem: str) -> None:
         """Rank 0: let the others end."""
-        if self.loaded:
-            self.channel.share({"do": "done"})
+        if self.target is not None:
+            self.target.group.share(do="done")
         else:  # they wait for its word on what they have found
             with suppress(InputError):
                 self.channel.agree(problem)

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.follow import Followed
 from dspine_mlx.group.in_step import plain_in_step
@@ -49,21 +50,31 @@ def decoded(target: LeadTarget, tokenizer: Any, case: dict[str, Any]) -> dict[st
     mx.random.seed(7)
     plain = [r.token for r in plain_in_step(target, tokenizer, prompt, sampler, **options)]
     network = DFlash(drafter_config(target.model))
-    script = SCRIPTS[case.get("script", "now and then")]
-    drafter = Scripted(network, target, target, text=prompt + plain, script=script)
+    drafter: Drafter = Scripted(
+        network, target, target, text=prompt + plain, script=SCRIPTS["now and then"]
+    )
+    if case.get("profile"):  # by drafts of no text
+        drafter = network.bind(target)
     if "kernels" in case:
         settle_verify_kernels(target, case["kernels"], 7)
     if length == "auto":
         prepare(drafter, profile=case.get("profile", False))
     mx.random.seed(7)
-    responses = stream_generate(
-        target.model, tokenizer, prompt, drafter, sampler=sampler, verify_length=length, **options
+    responses = list(
+        stream_generate(
+            target.model,
+            tokenizer,
+            prompt,
+            drafter,
+            sampler=sampler,
+            verify_length=length,
+            **options,
+        )
     )
-    tokens = [r.token for r in responses]
     return {
         "plain": plain,
-        "tokens": tokens,
-        "rounds": drafter.rounds,
+        "tokens": [r.token for r in responses],
+        "rounds": responses[-1].rounds,
         "width_limit": str(target.verify_kernels.width_limit),
     }
 
@@ -76,13 +87,12 @@ def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
         texts.clear()
         Counted(target, tokenizer).run()
         return {"bytes": layer_bytes(target), "texts": list(texts)}
-    lead = LeadTarget(model, group.channel)
+    group.target = lead = LeadTarget(model, group.channel)
     check_rollback(lead)
     bind_whole_head(lead, job["target"])
     try:
         results = {name: decoded(lead, tokenizer, case) for name, case in job["cases"].items()}
     finally:
-        group.loaded = True
         group.part("")
     return {"bytes": layer_bytes(lead), "cases": results}
 

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.pipeline import PipelineMixin
 
 from dspine_mlx.group.channel import ALL, DEEPEN, END, FEED, NONE_YET, VERIFY, Channel
 from dspine_mlx.target.kv_quantization import KVQuantization
@@ -25,9 +26,8 @@ class PartOfTarget(Target):
     def __init__(self, model: nn.Module, channel: Channel):
         super().__init__(model)
         self.channel = channel
-        self.local = self.layers
         self.layers = list(self.body.layers)
-        self.pipelined = len(self.layers) != len(self.local) or None in self.layers
+        self.pipelined = isinstance(self.body, PipelineMixin) and self.body.pipeline_size > 1
         self.split_head = not self.tied and type(self.lm_head) is not plain_type(self.lm_head)
         self._recording[type(self.body)] = recording(type(self.body), self._tapped)
         self.group = InGroup(channel, self.pipelined)

@@ -90,10 +90,8 @@ def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
     group.target = lead = LeadTarget(model, group.channel)
     check_rollback(lead)
     bind_whole_head(lead, job["target"])
-    try:
-        results = {name: decoded(lead, tokenizer, case) for name, case in job["cases"].items()}
-    finally:
-        group.part("")
+    results = {name: decoded(lead, tokenizer, case) for name, case in job["cases"].items()}
+    group.part("")
     return {"bytes": layer_bytes(lead), "cases": results}
 
 

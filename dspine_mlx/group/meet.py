@@ -18,7 +18,7 @@ from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.group.shards import bind_whole_head, check_rollback, load_part
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
-from dspine_mlx.group.watchdog import MEETING, SECONDS, Watchdog, meeting
+from dspine_mlx.group.watchdog import SECONDS, Watchdog, meeting
 from dspine_mlx.load import load_drafter
 
 RANK = "MLX_RANK"  # MLX's own, which mlx.launch sets
@@ -106,7 +106,7 @@ def leading(group: Group | None) -> AbstractContextManager[None]:
 def meet(pipeline: bool = False, seconds: float = SECONDS) -> Group | None:
     """The group that this process belongs to, or None if it is the only one."""
     if RANK in os.environ:
-        with meeting(MEETING):
+        with meeting(seconds):
             group = mx.distributed.init()
     else:
         group = mx.distributed.init()

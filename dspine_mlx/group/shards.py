@@ -89,7 +89,7 @@ def fingerprint(folder: Path, name: str, pipeline: bool) -> dict[str, str]:
                     weights.update(file.read(SAMPLE))
     return {
         "versions": packages,
-        "config.json": config.hexdigest()[:16],
+        "settings (config.json)": config.hexdigest()[:16],
         "weights": weights.hexdigest()[:16],
     }
 
@@ -104,8 +104,8 @@ def check_alike(channel: Channel, own: dict[str, str], name: str) -> None:
             if what == "versions":
                 channel.refuse(f"rank {rank} has {other[what]}; rank 0 has {value}")
             channel.refuse(
-                f"rank {rank} has another {what} of {name} than rank 0; give every machine the "
-                "same checkpoint"
+                f"rank {rank} has other {what} of {name} than rank 0; give every machine the same "
+                "checkpoint"
             )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SECONDS = 300.0  # that a rank waits for the others within a text
-MEETING = 120.0  # that the first ranks wait for the last one to start
 LOADING = 3600.0  # that ranks with their part loaded wait for the others
 LOOK = 0.2  # between two looks at the clock
 # A process of its own: MLX holds Python's lock while it connects.

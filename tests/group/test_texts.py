@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx.utils import tree_flatten
 
 from dspine_mlx.round.sampler import Sampler
 from tests.support.families import build
@@ -86,7 +87,7 @@ def test_texts_are_plain_decodings_in_the_same_group(results: dict[str, Any]) ->
             assert found["tokens"] == found["plain"], (name, case)
             assert len(found["tokens"]) == TOKENS, (name, case)
             drafted = CASES[case]["length"] == 7
-            assert 3 < found["rounds"] < TOKENS - 3 if drafted else True, (name, case, found)
+            assert not drafted or 3 < found["rounds"] < TOKENS - 3, (name, case, found)
 
 
 def test_texts_are_those_of_one_process(
@@ -103,24 +104,21 @@ def test_every_rank_has_its_share_of_the_layers(results: dict[str, Any]) -> None
     for name, ranks in results.items():
         family, pipeline, size, _ = TARGETS[name]
         layers = model_of(family).layers
-        whole = sum(v.nbytes for layer in layers for _, v in mx.utils.tree_flatten(layer))
+        whole = sum(v.nbytes for layer in layers for _, v in tree_flatten(layer.parameters()))
         shares = [rank["bytes"] / whole for rank in ranks]
         assert sum(shares) == pytest.approx(1, abs=0.15), name  # norms are on all ranks
         assert all(0.8 / size < share < 1.3 / size for share in shares), (name, shares)
 
 
 def test_followers_run_one_forward_per_message(results: dict[str, Any]) -> None:
-    """As many as rank 0 has rounds or tokens, with the chunks of the prompt and what ends it."""
+    """As many as rank 0: the prompt's, then one per round, or one per token while it is parked."""
     for name, (lead, *others) in results.items():
         for followed in others:
-            texts = [t for t in followed["texts"] if len(t["tokens"]) >= TOKENS]
-            for (case, found), text in zip(unmeasured(lead["cases"]), texts, strict=False):
-                assert text["tokens"][: len(PROMPT)] == PROMPT, (name, case)
-                if CASES[case]["length"] == 0:
-                    assert text["forwards"] == TOKENS + 1, (name, case)
-                if CASES[case]["length"] == 7:
-                    assert found["rounds"] <= text["forwards"] <= found["rounds"] + 3, (name, case)
-
-
-def unmeasured(cases: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(case, found) for case, found in cases.items() if case in FEW[:2]]
+            forwards = [text["forwards"] for text in followed["texts"]]
+            cases = lead["cases"]
+            assert forwards[0] == cases["greedy"]["rounds"] + 1, name
+            assert forwards[1] == TOKENS + 1, name
+            assert len(forwards) >= len(cases)
+            for text in followed["texts"][:2]:
+                assert text["tokens"][: len(PROMPT)] == PROMPT
+                assert not text["failed"]

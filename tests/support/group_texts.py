@@ -49,7 +49,8 @@ def decoded(target: LeadTarget, tokenizer: Any, case: dict[str, Any]) -> dict[st
     options = {"max_tokens": case["max_tokens"]} | case.get("options", {})
     mx.random.seed(7)
     plain = [r.token for r in plain_in_step(target, tokenizer, prompt, sampler, **options)]
-    network = DFlash(drafter_config(target.model))
+    taps = (0, len(target.layers) - 2)
+    network = DFlash(drafter_config(target.model, target_layer_ids=taps))
     drafter: Drafter = Scripted(
         network, target, target, text=prompt + plain, script=SCRIPTS["now and then"]
     )

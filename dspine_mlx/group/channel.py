@@ -69,15 +69,16 @@ class Channel:
         return rest.astype(dtype)
 
     def hear(self) -> mx.array:
-        """The others: a message that has been asked for."""
+        """The others: a message that has been asked for. A rank that waits too long from here to
+        the next one ends itself."""
+        self.watchdog.arm()
         message = self.sum(mx.zeros((HEAD + ROOM,), mx.int32))
         mx.async_eval(message)
         return message
 
     def read(self, message: mx.array) -> Heard:
-        """Wait for a message; a rank that waits too long ends itself."""
-        with self.watchdog.watching():
-            op, keep, n, more = self.settled(message[:HEAD])
+        """Wait for a message."""
+        op, keep, n, more = self.settled(message[:HEAD])
         return Heard(op, keep, n, bool(more))
 
     def tokens_of(self, message: mx.array, heard: Heard) -> mx.array:

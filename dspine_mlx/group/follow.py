@@ -68,6 +68,7 @@ class Follower:
                 elif heard.keep != NONE_YET:
                     self.keep(heard.keep)
                 if heard.op == END:
+                    self.channel.watchdog.disarm()
                     self.followed.failed = heard.more
                     return self.followed
                 tokens = self.channel.tokens_of(message, heard)
@@ -113,8 +114,7 @@ class Follower:
         states = [c.state for c in self.cache]
         self.followed.forwards += 1
         if rows > 1 and not verify:  # a chunk of the prompt
-            with self.channel.watchdog.watching():
-                mx.eval(states)
+            mx.eval(states)
             mx.clear_cache()
         else:
             mx.async_eval(states)

@@ -83,14 +83,14 @@ class Group:
             self.channel.note(error)
             raise
         finally:
-            if self.channel.announced:  # an interrupt: their next message would never come
-                sys.stdout.flush()
-                os._exit(1)
             if not self.channel.closed:
                 self.part(problem)
 
     def part(self, problem: str) -> None:
         """Rank 0: let the others end."""
+        if self.channel.announced:  # interrupted before the forward: they would wait for it
+            sys.stdout.flush()
+            os._exit(1)
         if self.target is not None:
             self.target.group.share(do="done")
         else:  # they wait for its word on what they have found

@@ -178,10 +178,10 @@ class LeadRollback(Rollback):
 
     def tell(self, op: int, tokens: mx.array, more: bool = False) -> mx.array:
         self.broken |= self.promised and self.keep == 0
+        self.channel.watchdog.arm()
         sent = self.channel.tell(op, self.keep, tokens, more)
         self.fed += tokens.size
         self.keep, self.promised = NONE_YET, more
-        self.channel.watchdog.arm()
         return sent
 
     def fulfil(self) -> None:

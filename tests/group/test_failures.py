@@ -43,7 +43,7 @@ def test_a_killed_rank_ends_the_others(lost: int, target: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_ends_the_others(stopped: int, target: str, tmp_path: Path) -> None:
-    ranks = running(target, tmp_path, patience="2")
+    ranks = running(target, tmp_path, patience="12")
     ranks.processes[stopped].send_signal(signal.SIGSTOP)
     try:
         status = ranks.processes[1 - stopped].wait(60)
@@ -52,7 +52,7 @@ def test_a_stopped_rank_ends_the_others(stopped: int, target: str, tmp_path: Pat
     ended = ranks.end(60)
     assert status == 1
     assert len(ended[1 - stopped].said) == 1
-    assert "has waited 2 seconds for another rank" in ended[1 - stopped].said[0]
+    assert "has waited 12 seconds for another rank" in ended[1 - stopped].said[0]
 
 
 def test_an_interrupt_ends_all(target: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Ended:
     @property
     def said(self) -> list[str]:
         """Its sentences on standard error."""
-        return [line for line in self.err.splitlines() if line.startswith("dspine-mlx:")]
+        return [line for line in self.err.splitlines() if "dspine-mlx:" in line]
 
 
 def free_ports(n: int) -> list[int]:
@@ -51,16 +51,17 @@ class Ranks:
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(arguments))]))
         self.env = os.environ | {
             "MLX_DISABLE_COMPILE": "1",
-            "MLX_HOSTFILE": str(hosts),
             "HOME": str(folder),
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
+        if len(arguments) > 1:
+            self.env["MLX_HOSTFILE"] = str(hosts)
         self.processes = [self.start(rank, own) for rank, own in enumerate(arguments)]
 
     def start(self, rank: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, *arguments],
-            env=self.env | {"MLX_RANK": str(rank)},
+            env=self.env | ({"MLX_RANK": str(rank)} if "MLX_HOSTFILE" in self.env else {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

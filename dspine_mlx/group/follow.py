@@ -48,12 +48,21 @@ class Follower:
         self.kv, self.ids = KVQuantization(*job["kv"]), tuple(job["taps"])
         self.checkpoints = checkpoints or {}
         self.rollback = Rollback(cache, target.model)
+        self.check_position(job["held"])
         self.fed: list[int] = []  # since the last checkpoint
         self.followed = Followed()
 
-    def run(self) -> Followed:
+    def check_position(self, held: int) -> None:
+        """Rank 0's caches hold so many tokens; a rank of a pipeline may have none that count."""
+        own = self.rollback.position
+        if own != held and own and held:
+            raise RuntimeError(
+                f"rank {self.channel.rank} has {own} tokens in its caches where rank 0 has {held}"
+            )
+
+    def run(self, stream: mx.Stream = generation_stream) -> Followed:
         """Follow to the end of the text."""
-        with mx.stream(generation_stream):
+        with mx.stream(stream):
             more = False
             while True:
                 message = self.channel.hear()

@@ -9,6 +9,7 @@ from dspine_mlx.cache_folder import cache_folder
 from dspine_mlx.group.follow import Followed, Follower
 from dspine_mlx.group.in_step import decode_job
 from dspine_mlx.group.target import PartOfTarget
+from dspine_mlx.load import same_random_state
 from dspine_mlx.round.text import Checkpoints
 from dspine_mlx.target.row_kernels import prepare
 
@@ -19,17 +20,20 @@ class Jobs:
     def __init__(self, target: PartOfTarget, tokenizer: TokenizerWrapper):
         self.target, self.tokenizer = target, tokenizer
 
-    def run(self) -> None:
-        """Do what rank 0 says, until it says that it is done."""
+    def run(self) -> dict[str, Any]:
+        """Do what rank 0 says, until it says that it is done; returns how it says so."""
         while (job := self.target.channel.receive())["do"] != "done":
             self.do(job)
+        return job
 
     def do(self, job: dict[str, Any]) -> None:
         if job["do"] == "text":
             self.text(job, make_prompt_cache(self.target.model, job["max_kv_size"]))
         elif job["do"] == "kernels":
             widths = range(2, job["proposals"] + 2)
-            self.target.verify_kernels = prepare(self.target, job["mode"], widths, cache_folder())
+            with same_random_state():
+                found = prepare(self.target, job["mode"], widths, cache_folder())
+            self.target.verify_kernels = found
         elif job["do"] == "plain":
             for _ in decode_job(self.target.model, self.tokenizer, job):
                 pass

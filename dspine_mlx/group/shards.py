@@ -109,13 +109,9 @@ def check_alike(channel: Channel, own: dict[str, str], name: str) -> None:
             )
 
 
-def load_part(
-    name: str, channel: Channel, pipeline: bool, tokenizer_config: dict[str, Any]
-) -> tuple[nn.Module, TokenizerWrapper]:
-    """This rank's part of a target, checked on all ranks, and the tokenizer.
-
-    The random state stays as it is, so a seed set before gives the text of one set after.
-    """
+def check_part(name: str, channel: Channel, pipeline: bool) -> Path:
+    """The target's folder; `InputError` on every rank if one finds that it can't be split, or has
+    another checkpoint. For a pipeline, a model from the Hub has no weights yet."""
     problem, own, folder = "", dict[str, str](), Path()
     try:
         folder = resolve(name, patterns=patterns(pipeline))
@@ -125,6 +121,17 @@ def load_part(
         problem = str(error)
     channel.agree(problem, LOADING)
     check_alike(channel, own, name)
+    return folder
+
+
+def load_part(
+    name: str, channel: Channel, pipeline: bool, tokenizer_config: dict[str, Any]
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """This rank's part of a target, checked on all ranks, and the tokenizer.
+
+    The random state stays as it is, so a seed set before gives the text of one set after.
+    """
+    problem, folder = "", check_part(name, channel, pipeline)
     parts = (channel.group, None) if pipeline else (None, channel.group)
     source = str(folder) if folder_of(name) is not None or not pipeline else name
     try:

@@ -152,10 +152,9 @@ class LeadRollback(Rollback):
         self.broken = self.over = False
         first = cache[0] if cache else None
         window = first.max_size if isinstance(first, RotatingKVCache) else None
-        self.channel.share(
-            {"do": "text", "kv": astuple(kv), "taps": list(ids), "max_kv_size": window}
-        )
         super().__init__(cache, target.model)
+        job = {"do": "text", "kv": astuple(kv), "taps": list(ids), "max_kv_size": window}
+        self.channel.share(job | {"held": self.position})
 
     def feeding(self, rows: int, more: bool = False) -> None:
         super().feeding(rows, more)

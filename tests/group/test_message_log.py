@@ -174,7 +174,12 @@ def test_an_error_of_the_users_code(tokenizer: TokenizerWrapper) -> None:
     with pytest.raises(ZeroDivisionError):
         list(
             stream_generate(
-                model, tokenizer, PROMPT, NoDrafter(target), prompt_cache=cache, verify_length=0,
+                model,
+                tokenizer,
+                PROMPT,
+                NoDrafter(target),
+                prompt_cache=cache,
+                verify_length=0,
                 logits_processors=[fails],
             )  # fmt: skip
         )
@@ -200,7 +205,9 @@ def test_copies_of_a_prompts_caches_are_made_at_the_same_places(
         )  # fmt: skip
     )
     own = make_prompt_cache(model)
-    replay(build("qwen3_5"), channel, own, checkpoints=theirs.checkpoints("", PROMPT, PROMPT, stops))
+    replay(
+        build("qwen3_5"), channel, own, checkpoints=theirs.checkpoints("", PROMPT, PROMPT, stops)
+    )
     for end in (11, 26):
         mine, rest = ours.fetch_nearest_cache("", [*PROMPT[:end], 7])
         other, other_rest = theirs.fetch_nearest_cache("", [*PROMPT[:end], 7])

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.options import PAIR, PATIENCE, PatienceOption, PipelineOption, TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 from dspine_mlx.errors import InputError
 
@@ -23,6 +23,8 @@ def bench(
             rich_help_panel=PAIR,
         ),
     ] = None,
+    pipeline: PipelineOption = False,
+    patience: PatienceOption = PATIENCE,
     suite: Annotated[
         str | None,
         typer.Option(
@@ -98,39 +100,56 @@ def bench(
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one
     from dspine_mlx.cli.bench_tables import check_plot, draw
     from dspine_mlx.cli.drafter import chosen
+    from dspine_mlx.group.meet import leading, meet
+    from dspine_mlx.load import DEMO
     from dspine_mlx.measure.compare import verify_length
     from dspine_mlx.measure.prompts import load_suite
 
-    check_new(json_file)
-    check_new(plot)
-    if plot is not None:
-        check_plot()
-    for flag, number in (("--limit", limit), ("--repeat", repeat), ("--max-tokens", max_tokens)):
-        if number < 1:
-            raise InputError(f"{flag} is {number}; it must be at least 1")
-    if concurrency is not None and (plot is not None or depths != "0"):
-        raise InputError("--concurrency measures the server, without --depths and --plot")
-    if suite is None:
-        raise InputError("there are no prompts; give --suite with a name or a file")
-    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
-    for mode in modes:
-        verify_length(mode)
-    positions = whole_numbers("--depths", depths)
-    messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
-    settings = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp, "repeat": repeat}
-    draft_model = chosen(model, draft_model)
-    if concurrency is not None:
-        results = [concurrent(concurrency, (model, draft_model), modes, messages, settings)]
-    else:
-        pair, modes = load_pair(model, draft_model, temp, modes)
-        results = list(one_by_one(pair, modes, messages, positions, settings))
-    if json_file is not None:
-        with new_file(json_file) as part:
-            part.write_text(json.dumps(document(settings, results), indent=1) + "\n")
-    if plot is not None and results:
-        draw(results, plot)
-    if not any(result["ways"] for result in results):
-        raise typer.Exit(1)
+    group = meet(pipeline, patience)
+    if group is not None and group.follows:
+        group.follow(model or str(DEMO / "target"), {"trust_remote_code": False})
+    with leading(group):
+        check_new(json_file)
+        check_new(plot)
+        if plot is not None:
+            check_plot()
+        for flag, number in (
+            ("--limit", limit),
+            ("--repeat", repeat),
+            ("--max-tokens", max_tokens),
+        ):
+            if number < 1:
+                raise InputError(f"{flag} is {number}; it must be at least 1")
+        if concurrency is not None and (plot is not None or depths != "0"):
+            raise InputError("--concurrency measures the server, without --depths and --plot")
+        if suite is None:
+            raise InputError("there are no prompts; give --suite with a name or a file")
+        modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
+        for mode in modes:
+            verify_length(mode)
+        if group is not None and (concurrency is not None or any("mlx-lm" in m for m in modes)):
+            raise InputError("--concurrency and mlx-lm-draft can't be measured on several machines")
+        positions = whole_numbers("--depths", depths)
+        messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
+        settings = {
+            "prompts": len(messages),
+            "max_tokens": max_tokens,
+            "temp": temp,
+            "repeat": repeat,
+        }
+        draft_model = chosen(model, draft_model)
+        if concurrency is not None:
+            results = [concurrent(concurrency, (model, draft_model), modes, messages, settings)]
+        else:
+            pair, modes = load_pair(model, draft_model, temp, modes, group)
+            results = list(one_by_one(pair, modes, messages, positions, settings))
+        if json_file is not None:
+            with new_file(json_file) as part:
+                part.write_text(json.dumps(document(settings, results), indent=1) + "\n")
+        if plot is not None and results:
+            draw(results, plot)
+        if not any(result["ways"] for result in results):
+            raise typer.Exit(1)
 
 
 def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

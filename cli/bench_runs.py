@@ -13,6 +13,7 @@ from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.bench_tables import show_batches, show_depth
 from dspine_mlx.cli.screen import console
 from dspine_mlx.errors import InputError
+from dspine_mlx.group.meet import Group
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
 from dspine_mlx.measure import energy
 from dspine_mlx.measure.compare import (
@@ -38,10 +39,16 @@ Step = TypeVar("Step")
 
 
 def load_pair(
-    model: str | None, draft_model: str | None, temp: float, modes: list[str]
+    model: str | None,
+    draft_model: str | None,
+    temp: float,
+    modes: list[str],
+    group: Group | None = None,
 ) -> tuple[Models, list[str]]:
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
+    if group is not None:
+        return load_in_group(group, model, draft_model, temp, modes)
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
     if model is None or draft_model is None:
         target, tokenizer, drafter = load(model, draft_model)
@@ -57,6 +64,19 @@ def load_pair(
         typer.echo(
             f"Nothing is drafted, only mlx-lm's own decoding is measured: {reason}", err=True
         )
+    return Models(target, tokenizer, drafter, Sampler(temp=temp)), modes
+
+
+def load_in_group(
+    group: Group, model: str | None, draft_model: str | None, temp: float, modes: list[str]
+) -> tuple[Models, list[str]]:
+    """The same on several machines, as rank 0."""
+    if model is None:
+        model, draft_model = str(DEMO / "target"), draft_model or str(DEMO / "drafter")
+    target, tokenizer, drafter = group.load(model, draft_model, {"trust_remote_code": False})
+    if draft_model is None:
+        modes = [PLAIN]
+        typer.echo("Nothing is drafted: there is no --draft-model", err=True)
     return Models(target, tokenizer, drafter, Sampler(temp=temp)), modes
 
 

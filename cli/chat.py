@@ -6,12 +6,15 @@ import typer
 
 from dspine_mlx.cli.generate import parse_verify_length
 from dspine_mlx.cli.options import (
+    PATIENCE,
     AdapterOption,
     DraftOption,
     DraftQuantOption,
     KernelsOption,
     NoLookupOption,
     NoProfileOption,
+    PatienceOption,
+    PipelineOption,
     TargetOption,
     TrustOption,
     VerifyLengthOption,
@@ -69,9 +72,8 @@ def chat(
     prefill_step_size: Annotated[
         int, typer.Option(help="Prompt tokens in one forward.", rich_help_panel=CACHE)
     ] = 2048,
-    pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Refused: drafting is for one machine.", hidden=True)
-    ] = False,
+    pipeline: PipelineOption = False,
+    patience: PatienceOption = PATIENCE,
 ) -> None:
     """Chat with a model. Drafted tokens are coloured; /help lists the commands.
 
@@ -85,56 +87,68 @@ def chat(
     from dspine_mlx.cli.conversation import Conversation
     from dspine_mlx.cli.drafter import chosen, say_what_fits
     from dspine_mlx.cli.prompting import chat_text, parse_object
+    from dspine_mlx.group.meet import leading, meet
     from dspine_mlx.load import DEMO, load, read_config, resolve
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length.schedule import prepare
 
-    if pipeline:
-        raise InputError("--pipeline can't be used: drafting is for one machine; see mlx_lm.chat")
-    check_max_tokens(max_tokens)
-    check_cache_sizes(prefill_step_size, max_kv_size)
-    check_seed(seed)
-    length = parse_verify_length(verify_length, None)
-    arguments = parse_object("--chat-template-args", chat_template_args)
-    mx.random.seed(seed)
-    draft_model = chosen(model, draft_model)
-    if model is None and draft_model is None:
-        typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
-        model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
-    target, tokenizer, drafter = load(
-        model,
-        draft_model,
-        kernels=kernels,
-        draft_quant=draft_quant,
-        adapter_path=adapter_path,
-        tokenizer_config={"trust_remote_code": trust_remote_code},
-    )
-    if not tokenizer.has_chat_template:
-        raise InputError("this tokenizer has no chat template; use dspine-mlx generate")
-    if drafter is None:
-        say_what_fits(model)
-    elif length == "auto":
-        prepare(drafter, profile=not no_profile)
-    special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.chat
-    sampler = Sampler(
-        temp,
-        top_p,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        xtc_special_tokens=special,
-    )
-    conversation = Conversation(
-        target,
-        tokenizer,
-        drafter,
-        lambda messages: chat_text(tokenizer, messages, arguments),
-        {} if model is None else read_config(resolve(model)),
-        max_kv_size,
-    )
-    conversation.system = system_prompt
-    options = {
-        "max_tokens": max_tokens,
-        "prefill_step_size": prefill_step_size,
-        "lookup": not no_lookup,
-    }
-    Chat(conversation, sampler, length, options).run()
+    trusting = {"trust_remote_code": trust_remote_code}
+    group = meet(pipeline, patience)
+    if group is not None and group.follows:
+        group.follow(model or str(DEMO / "target"), trusting)
+    with leading(group):
+        check_max_tokens(max_tokens)
+        check_cache_sizes(prefill_step_size, max_kv_size)
+        check_seed(seed)
+        length = parse_verify_length(verify_length, None)
+        arguments = parse_object("--chat-template-args", chat_template_args)
+        mx.random.seed(seed)
+        draft_model = chosen(model, draft_model)
+        if model is None and draft_model is None:
+            typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
+            model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+        if group is not None:
+            assert model is not None
+            if adapter_path is not None:
+                raise InputError("--adapter-path can't be used on several machines; leave it out")
+            pair = group.load(model, draft_model, trusting, kernels, draft_quant)
+        else:
+            pair = load(
+                model,
+                draft_model,
+                kernels=kernels,
+                draft_quant=draft_quant,
+                adapter_path=adapter_path,
+                tokenizer_config=trusting,
+            )
+        target, tokenizer, drafter = pair
+        if not tokenizer.has_chat_template:
+            raise InputError("this tokenizer has no chat template; use dspine-mlx generate")
+        if draft_model is None:
+            say_what_fits(model)
+            length = 0
+        elif drafter is not None and length == "auto":
+            prepare(drafter, profile=not no_profile)
+        special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.chat
+        sampler = Sampler(
+            temp,
+            top_p,
+            xtc_probability=xtc_probability,
+            xtc_threshold=xtc_threshold,
+            xtc_special_tokens=special,
+        )
+        conversation = Conversation(
+            target,
+            tokenizer,
+            drafter,
+            lambda messages: chat_text(tokenizer, messages, arguments),
+            {} if model is None else read_config(resolve(model)),
+            max_kv_size,
+        )
+        conversation.system = system_prompt
+        options = {
+            "max_tokens": max_tokens,
+            "prefill_step_size": prefill_step_size,
+            "lookup": not no_lookup,
+        }
+        Chat(conversation, sampler, length, options).run()

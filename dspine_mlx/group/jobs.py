@@ -12,6 +12,7 @@ from dspine_mlx.group.target import PartOfTarget
 from dspine_mlx.load import same_random_state
 from dspine_mlx.round.text import Checkpoints
 from dspine_mlx.target.row_kernels import prepare
+from dspine_mlx.target.turns import Turns
 
 
 class Jobs:
@@ -19,6 +20,8 @@ class Jobs:
 
     def __init__(self, target: PartOfTarget, tokenizer: TokenizerWrapper):
         self.target, self.tokenizer = target, tokenizer
+        self.turns: Turns | None = None  # of a chat
+        self.checkpoints: Checkpoints = {}  # of its next answer
 
     def run(self) -> dict[str, Any]:
         """Do what rank 0 says, until it says that it is done; returns how it says so."""
@@ -27,15 +30,24 @@ class Jobs:
         return job
 
     def do(self, job: dict[str, Any]) -> None:
-        if job["do"] == "text":
-            self.text(job, make_prompt_cache(self.target.model, job["max_kv_size"]))
+        model = self.target.model
+        if job["do"] == "text" and self.turns is not None:
+            followed = self.text(job, self.turns.cache, self.checkpoints)
+            self.turns.tokens += followed.tokens
+        elif job["do"] == "text":
+            self.text(job, make_prompt_cache(model, job["max_kv_size"]))
+        elif job["do"] == "reset":
+            self.turns = Turns(model, job["max_kv_size"])
+        elif job["do"] == "turn" and self.turns is not None:
+            new = self.turns.go_back(job["tokens"])
+            self.checkpoints = self.turns.checkpoints(new, job["stops"])
         elif job["do"] == "kernels":
             widths = range(2, job["proposals"] + 2)
             with same_random_state():
                 found = prepare(self.target, job["mode"], widths, cache_folder())
             self.target.verify_kernels = found
         elif job["do"] == "plain":
-            for _ in decode_job(self.target.model, self.tokenizer, job):
+            for _ in decode_job(model, self.tokenizer, job):
                 pass
 
     def text(

@@ -47,7 +47,7 @@ class Ranks:
     """n processes with the same arguments, or each with its own, that make a group."""
 
     def __init__(self, arguments: Sequence[Sequence[str]], folder: Path):
-        hosts = folder / "hosts.json"
+        self.folder, hosts = folder, folder / "hosts.json"
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(arguments))]))
         self.env = os.environ | {
             "MLX_DISABLE_COMPILE": "1",
@@ -64,20 +64,24 @@ class Ranks:
             env=self.env | ({"MLX_RANK": str(rank)} if "MLX_HOSTFILE" in self.env else {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.err(rank).open("w"),  # a file is never full
             text=True,
         )
+
+    def err(self, rank: int) -> Path:
+        return self.folder / f"err-{rank}"
 
     def end(self, seconds: float = DEADLINE) -> list[Ended]:
         """Wait for all; whoever has not ended by then is killed, and the test fails."""
         deadline = time.monotonic() + seconds
         try:
-            written = [p.communicate(timeout=deadline - time.monotonic()) for p in self.processes]
+            out = [p.communicate(timeout=deadline - time.monotonic())[0] for p in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
         return [
-            Ended(p.returncode, *texts) for p, texts in zip(self.processes, written, strict=True)
+            Ended(process.returncode, out[rank] or "", self.err(rank).read_text())
+            for rank, process in enumerate(self.processes)
         ]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
+from dspine_mlx.cli.options import PAIR, PATIENCE, PatienceOption, PipelineOption, TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 from dspine_mlx.errors import InputError
 
@@ -55,56 +55,82 @@ def calibrate(
         Path | None, typer.Option(help="Reliability plot, as PNG (needs matplotlib).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    pipeline: PipelineOption = False,
+    patience: PatienceOption = PATIENCE,
 ) -> None:
     """Fit the drafter's confidence to what the target accepts."""
     import mlx.core as mx
 
     from dspine_mlx.arguments import check_whole
-    from dspine_mlx.load import load
+    from dspine_mlx.group.meet import leading, meet
+    from dspine_mlx.group.no_drafter import NoDrafter
+    from dspine_mlx.load import DEMO, load
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length import fit
     from dspine_mlx.verify_length.calibration import mode_of
     from dspine_mlx.verify_length.store import calibration_path, save_calibrations
 
-    check_whole("--limit", limit, 1)
-    check_whole("--max-tokens", max_tokens, 1)
-    check_new(output)
-    check_new(plot)
-    if plot is not None and not find_spec("matplotlib"):
-        raise InputError("--plot needs matplotlib; install it with pip")
-    temperatures = numbers(temps)
-    suites = [
-        load_suite(name, limit, lambda line: typer.echo(line, err=True))
-        for name in filter(None, (prompts, held_out))
-    ]
-    target, tokenizer, drafter = load(model, draft_model)
-    if drafter is None:
-        raise InputError("there is no drafter to calibrate; give --draft-model")
-    fits: dict[str, Fit] = {}
-    for temperature in temperatures:
-        sampler = Sampler(temp=temperature)
-        mx.random.seed(0)
-        recorded = [
-            [
-                fit.record(target, tokenizer, drafter, encode(tokenizer, m), sampler, max_tokens)
-                for m in suite
-            ]
-            for suite in suites
+    trusting = {"trust_remote_code": False}
+    group = meet(pipeline, patience)
+    if group is not None and group.follows:
+        group.follow(model or str(DEMO / "target"), trusting)
+    with leading(group):
+        check_whole("--limit", limit, 1)
+        check_whole("--max-tokens", max_tokens, 1)
+        check_new(output)
+        check_new(plot)
+        if plot is not None and not find_spec("matplotlib"):
+            raise InputError("--plot needs matplotlib; install it with pip")
+        temperatures = numbers(temps)
+        suites = [
+            load_suite(name, limit, lambda line: typer.echo(line, err=True))
+            for name in filter(None, (prompts, held_out))
         ]
-        fits[mode_of(sampler)] = fit.calibrate(*recorded)
-    path = output or calibration_path(drafter)
-    save_calibrations(path, drafter, {mode: f.calibration for mode, f in fits.items()})
-    if as_json:
-        typer.echo(
-            json.dumps({"file": str(path), "modes": {m: report(f) for m, f in fits.items()}})
-        )
-    else:
-        for mode, one in fits.items():
-            show(mode, one)
-        typer.echo(f"Written to {path}")
-    if plot is not None:
-        draw(fits, plot)
+        if group is None:
+            pair = load(model, draft_model)
+        else:
+            pair = group.load(*names(model, draft_model), trusting)
+        target, tokenizer, drafter = pair
+        if drafter is None or isinstance(drafter, NoDrafter):
+            raise InputError("there is no drafter to calibrate; give --draft-model")
+        fits: dict[str, Fit] = {}
+        for temperature in temperatures:
+            sampler = Sampler(temp=temperature)
+            mx.random.seed(0)
+            recorded = [
+                [
+                    fit.record(
+                        target, tokenizer, drafter, encode(tokenizer, m), sampler, max_tokens
+                    )
+                    for tokens in (encode(tokenizer, m) for m in suite)
+                ]
+                for suite in suites
+            ]
+            fits[mode_of(sampler)] = fit.calibrate(*recorded)
+        path = output or calibration_path(drafter)
+        save_calibrations(path, drafter, {mode: f.calibration for mode, f in fits.items()})
+        if as_json:
+            typer.echo(
+                json.dumps({"file": str(path), "modes": {m: report(f) for m, f in fits.items()}})
+            )
+        else:
+            for mode, one in fits.items():
+                show(mode, one)
+            typer.echo(f"Written to {path}")
+        if plot is not None:
+            draw(fits, plot)
+
+
+def names(model: str | None, draft_model: str | None) -> tuple[str, str | None]:
+    """The pair that ships if nothing is named."""
+    from dspine_mlx.load import DEMO
+
+    if model is None and draft_model is None:
+        return str(DEMO / "target"), str(DEMO / "drafter")
+    if model is None:
+        raise InputError(f"the drafter {draft_model} needs its target; give --model")
+    return model, draft_model
 
 
 def encode(tokenizer: "TokenizerWrapper", messages: "Messages") -> list[int]:

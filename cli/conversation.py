@@ -28,9 +28,9 @@ class Interrupted(Exception):
 class Conversation:
     """Messages, and caches that hold the tokens of the newest text.
 
-    `turns` has the caches and their tokens. `text` is what they say, or None where that is unknown. A turn whose
-    text goes on from there feeds only what is new; after another (`/system`, or a template that
-    rewrites answers) the caches go back to the tokens that both have in common.
+    `turns` has the caches and their tokens. `text` is what they say, or None where that is unknown.
+    A turn whose text goes on from there feeds only what is new; after another (`/system`, or a
+    template that rewrites answers) the caches go back to the tokens that both have in common.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.group.channel import Channel
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.no_drafter import NoDrafter
-from dspine_mlx.group.shards import bind_whole_head, check_rollback, load_part
+from dspine_mlx.group.shards import check_rollback, load_part, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.group.watchdog import SECONDS, Watchdog, meeting
 from dspine_mlx.load import load_drafter
@@ -54,7 +54,7 @@ class Group:
         check_rollback(target)
         if draft is None:
             return module, tokenizer, NoDrafter(target)
-        bind_whole_head(target, model)
+        see_whole(target, model)
         drafter = load_drafter(draft, target, kernels=kernels, draft_quant=draft_quant)
         return module, tokenizer, drafter
 

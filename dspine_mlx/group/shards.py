@@ -22,6 +22,7 @@ from dspine_mlx.models.hub import folder_of
 from dspine_mlx.target.model import find_body
 from dspine_mlx.target.open import opening
 from dspine_mlx.target.rollback import RecurrentMark, Rollback, leaves
+from dspine_mlx.verify_length.store import structure
 
 INDEX = "model.safetensors.index.json"
 HEADS = (
@@ -164,13 +165,16 @@ def check_rollback(target: PartOfTarget) -> None:
         )
 
 
-def bind_whole_head(target: PartOfTarget, name: str) -> None:
-    """Rank 0's drafter reads the whole LM head, where mlx-lm has split it by vocabulary. It is read
-    once more, alone."""
+def see_whole(target: PartOfTarget, name: str) -> None:
+    """What rank 0 needs of the whole target: its structure, by which calibrations are known, and
+    the whole LM head for the drafter, where mlx-lm has split it by vocabulary. Only the head is
+    read once more."""
+    with same_random_state():
+        folder = resolve(name, patterns=patterns(target.pipelined))
+        whole, _ = load_model(folder, lazy=True, strict=False)
+    target.group.structure = structure(whole, dtypes=False)
     if not target.split_head:
         return
-    with same_random_state():
-        whole, _ = load_model(resolve(name, patterns=DEFAULT_ALLOW_PATTERNS), lazy=True)
     target.lm_head = find_body(whole)[0]["lm_head"]
     assert type(target.lm_head) is plain_type(target.lm_head)
     mx.eval(target.lm_head.parameters())

@@ -107,7 +107,7 @@ class InGroup:
     def __init__(self, channel: Channel, pipelined: bool):
         self.channel = channel
         self.split = "pipeline" if pipelined else "tensor"
-        self.size = channel.size
+        self.size, self.structure = channel.size, ""
         self.text: LeadRollback | None = None  # rank 0's, in the making
 
     @property

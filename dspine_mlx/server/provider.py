@@ -19,7 +19,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.meet import meet
 from dspine_mlx.group.no_drafter import NoDrafter
-from dspine_mlx.group.shards import bind_whole_head, check_part, check_rollback
+from dspine_mlx.group.shards import check_part, check_rollback, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.group.watchdog import LOADING
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve, same_random_state
@@ -189,7 +189,7 @@ class Provider(host.ModelProvider):
         self.part = kind(successor.model, channel)
         check_rollback(self.part)
         if not self.group.follows:
-            bind_whole_head(self.part, model_path)
+            see_whole(self.part, model_path)
 
     def succeed(self, successor: Any, config: dict[str, Any], caches: int) -> None:
         """Take over what another provider has loaded."""

@@ -6,11 +6,13 @@ from typing import Any, Protocol
 class Ranks(Protocol):
     """Who else has a part of the target.
 
-    size: how many ranks there are. lost: one of them is gone, so nothing may be fed any more. key:
-    identifies the split, for files of times.
+    size: how many ranks there are. structure: the whole target's, as in `verify_length.store`; ""
+    where this process has all of it. lost: one of them is gone, so nothing may be fed any more.
+    key: identifies the split, for files of times.
     """
 
     size: int
+    structure: str
 
     @property
     def lost(self) -> bool: ...
@@ -34,7 +36,7 @@ class Ranks(Protocol):
 class Alone:
     """One process: nobody to tell."""
 
-    size, lost = 1, False
+    size, structure, lost = 1, "", False
     key: dict[str, str] = {}
 
     def share(self, **job: Any) -> None: ...

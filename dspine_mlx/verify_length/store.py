@@ -135,7 +135,7 @@ def calibration_key(drafter: Drafter) -> dict[str, str]:
     values = [drafter.network.norm.weight, drafter.network.hidden_norm.weight]
     return {
         "format": FORMAT,
-        "target": structure(drafter.target.model, dtypes=False),
+        "target": drafter.verifier.ranks.structure or structure(drafter.target.model, dtypes=False),
         "drafter": structure(drafter.network, dtypes=False),
         "values": digest([value.astype(mx.float32).tolist() for value in values]),
     }

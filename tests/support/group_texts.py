@@ -20,7 +20,7 @@ from dspine_mlx.group.follow import Followed
 from dspine_mlx.group.in_step import plain_in_step
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.meet import Group, meet
-from dspine_mlx.group.shards import bind_whole_head, check_rollback, load_part
+from dspine_mlx.group.shards import check_rollback, load_part, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.load import settle_verify_kernels
 from dspine_mlx.round.sampler import Sampler
@@ -90,7 +90,7 @@ def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
         return {"bytes": layer_bytes(target), "texts": list(texts)}
     group.target = lead = LeadTarget(model, group.channel)
     check_rollback(lead)
-    bind_whole_head(lead, job["target"])
+    see_whole(lead, job["target"])
     results = {name: decoded(lead, tokenizer, case) for name, case in job["cases"].items()}
     group.part("")
     return {"bytes": layer_bytes(lead), "cases": results}

@@ -100,9 +100,7 @@ def calibrate(
             mx.random.seed(0)
             recorded = [
                 [
-                    fit.record(
-                        target, tokenizer, drafter, encode(tokenizer, m), sampler, max_tokens
-                    )
+                    fit.record(target, tokenizer, drafter, tokens, sampler, max_tokens)
                     for tokens in (encode(tokenizer, m) for m in suite)
                 ]
                 for suite in suites

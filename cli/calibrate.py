@@ -87,6 +87,7 @@ def calibrate(
             load_suite(name, limit, lambda line: typer.echo(line, err=True))
             for name in filter(None, (prompts, held_out))
         ]
+        pair: tuple[Any, Any, Any]
         if group is None:
             pair = load(model, draft_model)
         else:

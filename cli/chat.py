@@ -1,6 +1,6 @@
 """dspine-mlx chat: a conversation in the terminal."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from dspine_mlx.cli.options import (
     VerifyLengthOption,
 )
 from dspine_mlx.errors import InputError
+
+if TYPE_CHECKING:
+    from dspine_mlx.drafters.drafter import Drafter
 
 SAMPLING, CACHE = "Sampling", "Cache"
 
@@ -107,6 +110,7 @@ def chat(
         if model is None and draft_model is None:
             typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
             model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+        pair: tuple[Any, Any, Drafter | None]
         if group is not None:
             assert model is not None
             if adapter_path is not None:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,8 @@ from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from dspine_mlx.drafters.drafter import Drafter
 
 SAMPLING, CACHE, OUTPUT = "Sampling", "Cache", "Output"
 
@@ -254,6 +256,7 @@ def generate(
         if model is None and draft_model is None:
             typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
             model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+        pair: tuple[Any, Any, Drafter | None]
         if group is not None:
             assert model is not None
             pair = group.load(model, draft_model, tokenizer_config, kernels, draft_quant)

@@ -16,11 +16,11 @@ class NoDrafter(Drafter):
     plain texts have what drafted ones have: rank 0 decides, and may stop anywhere.
     """
 
-    taps: tuple[int, ...] = ()  # type: ignore[assignment]
-    layers: list[nn.Module] = []  # type: ignore[assignment]
+    taps: tuple[int, ...] = ()
+    layers: list[nn.Module] = []
 
     def __init__(self, target: Target):
-        super().__init__(nn.Module(), target, target)  # type: ignore[arg-type]
+        super().__init__(nn.Module(), target, target)
 
     def make_cache(self) -> list[KVCache]:
         return []

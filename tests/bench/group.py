@@ -48,7 +48,7 @@ def measure(target: Any, tokenizer: Any, tokens: int, texts: int) -> dict[str, f
     lengths: dict[str, int | str] = {"auto": "auto", "parked": 0}
     for seed in range(texts + 1):  # the first warms up
         prompt = random_prompt(64, seed)
-        options = {"max_tokens": tokens}
+        options: dict[str, Any] = {"max_tokens": tokens}
         for mode, found in ratios.items():
             plain = seconds(plain_in_step(target, tokenizer, prompt, Sampler(), **options))
             ours = seconds(

@@ -140,7 +140,10 @@ def test_a_text_without_a_drafter(tokenizer: TokenizerWrapper) -> None:
         return logits - 1e9 * (mx.arange(logits.shape[-1]) % 2 == 0)
 
     model = build("qwen3")
-    options = {"sampler": Sampler(temp=1.0, seeded=True), "logits_processors": [no_even]}
+    options: dict[str, Any] = {
+        "sampler": Sampler(temp=1.0, seeded=True),
+        "logits_processors": [no_even],
+    }
     mx.random.seed(1)
     plain = plain_text(model, tokenizer, **options)
     target, channel = lead(model)

@@ -40,11 +40,11 @@ TARGETS: dict[str, tuple[str, bool, int, tuple[str, ...]]] = {  # family, pipeli
     "four stages": ("qwen3_moe", True, 4, ("greedy", "parked")),
 }
 CHANGES: dict[str, Any] = {"head_dim": 32}
-DENSE = {"mlp_only_layers": [0, 1, 2, 3]}
+DENSE: dict[str, Any] = {"mlp_only_layers": [0, 1, 2, 3]}
 
 
 def model_of(family: str) -> Any:
-    return build(family, **CHANGES, **(DENSE if family == "qwen3_moe" else {}))
+    return build(family, **CHANGES | (DENSE if family == "qwen3_moe" else {}))
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -46,7 +46,8 @@ def free_ports(n: int) -> list[int]:
 class Ranks:
     """n processes with the same arguments, or each with its own, that make a group."""
 
-    def __init__(self, arguments: Sequence[Sequence[str]], folder: Path):
+    def __init__(self, arguments: Sequence[Sequence[str]], folder: Path, typed: Path | None = None):
+        self.typed = typed  # rank 0's standard input
         self.folder, hosts = folder, folder / "hosts.json"
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(arguments))]))
         self.env = os.environ | {
@@ -62,7 +63,7 @@ class Ranks:
         return subprocess.Popen(
             [sys.executable, *arguments],
             env=self.env | ({"MLX_RANK": str(rank)} if "MLX_HOSTFILE" in self.env else {}),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if rank or self.typed is None else self.typed.open(),
             stdout=subprocess.PIPE,
             stderr=self.err(rank).open("w"),  # a file is never full
             text=True,
@@ -102,7 +103,7 @@ def save_target(model: nn.Module, folder: Path, parts: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(vars(model.args)))
     weights = sorted(tree_flatten(model.parameters()))
     if parts:
-        index = {}
+        index: dict[str, str] = {}
         for i in range(parts):
             name = f"model-{i + 1:05}-of-{parts:05}.safetensors"
             mx.save_safetensors(str(folder / name), dict(weights[i::parts]))

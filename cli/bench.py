@@ -1,30 +1,33 @@
 """dspine-mlx bench: the net gain on this machine."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, PATIENCE, PatienceOption, PipelineOption, TargetOption
-from dspine_mlx.cli.output import check_new, new_file
+from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.options import DraftOption, KernelsOption, TargetOption
+from dspine_mlx.cli.output import check_new, check_plot, new_file
+from dspine_mlx.cli.ranks import leads, on_every_rank
 from dspine_mlx.errors import InputError
 
 LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
+ROWS_ALONE = "--rows times products by themselves; only --model and --json go with it"
+QUESTION = [  # for --live without --suite
+    {
+        "role": "user",
+        "content": "Maria has 9 toys. Her sister has 3 fewer toys than she has. How many toys do "
+        "they have together?",
+    }
+]
 
 
-def bench(
-    model: TargetOption = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter: a folder or Hub id, or 'auto'. Without one that fits the target, only "
-            "mlx-lm's own modes are measured.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
-    pipeline: PipelineOption = False,
-    patience: PatienceOption = PATIENCE,
+@dataclass(frozen=True)
+class Load:
+    """What is decoded, and how much of it at once."""
+
     suite: Annotated[
         str | None,
         typer.Option(
@@ -34,18 +37,18 @@ def bench(
             "per line. Your own traffic tells most.",
             rich_help_panel=LOAD,
         ),
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to use.", rich_help_panel=LOAD)] = 10,
+    ] = None
+    limit: Annotated[int, typer.Option(help="Prompts to use.", rich_help_panel=LOAD)] = 10
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-m", help="Tokens per text.", rich_help_panel=LOAD)
-    ] = 128,
+    ] = 128
     depths: Annotated[
         str,
         typer.Option(
             help="Tokens of filler before each prompt, separated by commas, such as 0,4096.",
             rich_help_panel=LOAD,
         ),
-    ] = "0",
+    ] = "0"
     concurrency: Annotated[
         int | None,
         typer.Option(
@@ -57,10 +60,32 @@ def bench(
             rich_help_panel=LOAD,
             min=1,
         ),
-    ] = None,
+    ] = None
     temp: Annotated[
         float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=LOAD, min=0)
-    ] = 0.0,
+    ] = 0.0
+
+    def check(self, live: bool, plot: bool) -> None:
+        """`InputError` for impossible numbers, and for flags that contradict each other."""
+        for flag, number in (("--limit", self.limit), ("--max-tokens", self.max_tokens)):
+            if number < 1:
+                raise InputError(f"{flag} is {number}; it must be at least 1")
+        several = self.depths != "0" or plot
+        if self.concurrency is not None and several:
+            raise InputError("--concurrency measures the server, without --depths and --plot")
+        if live and (several or self.concurrency is not None):
+            raise InputError("--live shows one text, without --concurrency, --depths and --plot")
+        if self.suite is None and not live:
+            raise InputError("there are no prompts; give --suite with a name or a file")
+
+
+@on_every_rank
+@grouped
+def bench(
+    load: Load,
+    model: TargetOption = None,
+    draft_model: DraftOption = None,
+    kernels: KernelsOption = "auto",
     compare: Annotated[
         str,
         typer.Option(
@@ -79,6 +104,25 @@ def bench(
             "--json", help="Also write the results to this new file.", rich_help_panel=OUTPUT
         ),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Watch plain decoding and drafting side by side on the first prompt, or on one "
+            "that ships.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = False,
+    rows: Annotated[
+        bool,
+        typer.Option(
+            "--rows",
+            help="Time products of 1 to 16 rows instead, by MLX's own and this package's kernels: "
+            "a table to send. Goes with --model (without: typical shapes) and --json; about a "
+            "minute.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -87,69 +131,88 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure speed against mlx-lm's own decoding, all modes in turn in one run.
+    """Measure speed against mlx-lm's own decoding, all modes in turn in one run. Without a drafter
+    that fits the target, only mlx-lm's own modes are measured.
 
     Prints medians over all texts and runs: tokens per second since the prompt was read, and of the
     whole call; speed-up over plain decoding of the same text in the same turn (and its range), of
     texts of 32 tokens or more; tokens per round; how many texts are plain decoding's, and the first
     token that is not (and by how many nats the target prefers its own there); time to the first
     token; peak memory; how many times as fast auto is on the same text in the same turn; then where
-    a round's time goes. On a Mac, run as root, also energy.
+    a round's time goes, what rows of a verify forward cost without and with --kernels, and how many
+    drafted texts are plain decoding's: with --kernels exact all of them must be, or the exit status
+    is 1. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one
-    from dspine_mlx.cli.bench_tables import check_plot, draw
-    from dspine_mlx.cli.drafter import chosen
-    from dspine_mlx.group.meet import leading, meet
-    from dspine_mlx.load import DEMO
-    from dspine_mlx.measure.compare import verify_length
+    from dspine_mlx.arguments import check_kernels
+    from dspine_mlx.measure.modes import AUTO, verify_length
     from dspine_mlx.measure.prompts import load_suite
+    from dspine_mlx.models.needs import check_pair
 
-    group = meet(pipeline, patience)
-    if group is not None and group.follows:
-        group.follow(model or str(DEMO / "target"), {"trust_remote_code": False})
-    with leading(group):
-        check_new(json_file)
-        check_new(plot)
-        if plot is not None:
-            check_plot()
-        for flag, number in (
-            ("--limit", limit),
-            ("--repeat", repeat),
-            ("--max-tokens", max_tokens),
-        ):
-            if number < 1:
-                raise InputError(f"{flag} is {number}; it must be at least 1")
-        if concurrency is not None and (plot is not None or depths != "0"):
-            raise InputError("--concurrency measures the server, without --depths and --plot")
-        if suite is None:
-            raise InputError("there are no prompts; give --suite with a name or a file")
-        modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
-        for mode in modes:
-            verify_length(mode)
-        if group is not None and (concurrency is not None or any("mlx-lm" in m for m in modes)):
-            raise InputError("--concurrency and mlx-lm-draft can't be measured on several machines")
-        positions = whole_numbers("--depths", depths)
-        messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
-        settings = {
-            "prompts": len(messages),
-            "max_tokens": max_tokens,
-            "temp": temp,
-            "repeat": repeat,
-        }
-        draft_model = chosen(model, draft_model)
-        if concurrency is not None:
-            results = [concurrent(concurrency, (model, draft_model), modes, messages, settings)]
+    check_new(json_file)
+    check_plot(plot)
+    check_kernels(kernels)
+    if rows:
+        if load != Load() or draft_model is not None or live or plot is not None:
+            raise InputError(ROWS_ALONE)
+        products(model, json_file)
+        return
+    load.check(live, plot is not None)
+    if repeat < 1:
+        raise InputError(f"--repeat is {repeat}; it must be at least 1")
+    positions = whole_numbers("--depths", load.depths)
+    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
+    for mode in modes:
+        verify_length(mode)
+    alone = rows or live or load.concurrency is not None or any("mlx-lm" in m for m in modes)
+    if alone and leads.get() is not None:
+        raise InputError("several machines are measured with plain, auto and fixed:N only")
+    check_pair(model, draft_model)  # before large imports, so that it is said at once
+    messages = [QUESTION]
+    if load.suite is not None:
+        messages = load_suite(load.suite, load.limit, lambda line: typer.echo(line, err=True))
+
+    from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
+    from dspine_mlx.cli.bench_steps import verify_steps
+    from dspine_mlx.cli.bench_tables import draw
+    from dspine_mlx.cli.pair import chosen
+
+    settings = {
+        "prompts": len(messages),
+        "max_tokens": load.max_tokens,
+        "temp": load.temp,
+        "repeat": repeat,
+        "kernels": kernels,
+    }
+    found: dict[str, Any] = {}
+    names = model, chosen(model, draft_model)
+    if load.concurrency is not None:
+        results = [concurrent(load.concurrency, names, modes, messages, settings)]
+    else:
+        pair, modes = load_pair(*names, load.temp, [AUTO] if live else modes, kernels)
+        if live:
+            results = [watch(pair, messages[0], load.max_tokens)]
         else:
-            pair, modes = load_pair(model, draft_model, temp, modes, group)
             results = list(one_by_one(pair, modes, messages, positions, settings))
-        if json_file is not None:
-            with new_file(json_file) as part:
-                part.write_text(json.dumps(document(settings, results), indent=1) + "\n")
+            found = verify_steps(pair, results) if leads.get() is None else {}
         if plot is not None and results:
-            draw(results, plot)
-        if not any(result["ways"] for result in results):
-            raise typer.Exit(1)
+            draw(results, plot, pair.drafter)
+    write(json_file, document(settings, results) | found)
+    if found.get("promise_broken") or not any(result["ways"] for result in results):
+        raise typer.Exit(1)
+
+
+def products(model: str | None, json_file: Path | None) -> None:
+    """--rows."""
+    from dspine_mlx.cli.bench_rows import rows_of_products
+
+    write(json_file, document({"rows": True}, rows_of_products(model)))
+
+
+def write(json_file: Path | None, content: dict[str, Any]) -> None:
+    if json_file is not None:
+        with new_file(json_file) as part:
+            part.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

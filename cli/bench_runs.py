@@ -6,17 +6,18 @@ from itertools import chain, cycle, islice
 from typing import Any, TypeVar
 
 import typer
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rich.progress import track
 
 from dspine_mlx.checkpoints.files import read_config
+from dspine_mlx.cli.bench_live import live
 from dspine_mlx.cli.bench_tables import show_batches, show_depth
-from dspine_mlx.cli.screen import console
+from dspine_mlx.cli.pair import load_here, loading, measure_costs
+from dspine_mlx.cli.ranks import leads
+from dspine_mlx.cli.screen import tracked
 from dspine_mlx.errors import InputError
-from dspine_mlx.group.meet import Group
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
 from dspine_mlx.measure import energy
 from dspine_mlx.measure.compare import (
+    AUTO,
     PLAIN,
     Comparison,
     Models,
@@ -30,12 +31,15 @@ from dspine_mlx.measure.compare import (
     verify_length,
 )
 from dspine_mlx.measure.phases import split
-from dspine_mlx.measure.prompts import Messages
+from dspine_mlx.measure.prompts import Messages, encode
 from dspine_mlx.measure.server_load import Request, check_mode, compare_modes, serving
 from dspine_mlx.models.choose import hint
+from dspine_mlx.models.needs import LOOKUP
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
+INTERRUPTED = "Interrupted; these are the results so far."
+UNMEASURED = "Interrupted before the first text was measured."
 
 
 def load_pair(
@@ -43,40 +47,31 @@ def load_pair(
     draft_model: str | None,
     temp: float,
     modes: list[str],
-    group: Group | None = None,
+    kernels: str = "auto",
 ) -> tuple[Models, list[str]]:
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
-    if group is not None:
-        return load_in_group(group, model, draft_model, temp, modes)
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
-    if model is None or draft_model is None:
-        target, tokenizer, drafter = load(model, draft_model)
-    else:
-        read_config(resolve(draft_model))  # fail here on a wrong name; a misfit is only reported
-        target, tokenizer, drafter = load(model)
-        try:
-            drafter = load_drafter(draft_model, target)
-        except InputError as error:
-            reason = str(error)
+    with loading(model, draft_model):
+        if model is None or draft_model is None or leads.get() is not None:
+            target, tokenizer, drafter = load_here(model, draft_model, kernels=kernels)
+        else:
+            if draft_model != LOOKUP:  # fail on a wrong name; a misfit is only reported
+                read_config(resolve(draft_model))
+            target, tokenizer, drafter = load(model)
+            try:
+                drafter = load_drafter(draft_model, target, kernels=kernels)
+            except InputError as error:
+                reason = str(error)
+    if drafter is not None and drafter.plain:
+        modes = [PLAIN]
+    elif drafter is not None and AUTO in modes:
+        measure_costs(drafter)
     if drafter is None:
         modes = [mode for mode in modes if verify_length(mode) is None]
         typer.echo(
             f"Nothing is drafted, only mlx-lm's own decoding is measured: {reason}", err=True
         )
-    return Models(target, tokenizer, drafter, Sampler(temp=temp)), modes
-
-
-def load_in_group(
-    group: Group, model: str | None, draft_model: str | None, temp: float, modes: list[str]
-) -> tuple[Models, list[str]]:
-    """The same on several machines, as rank 0."""
-    if model is None:
-        model, draft_model = str(DEMO / "target"), draft_model or str(DEMO / "drafter")
-    target, tokenizer, drafter = group.load(model, draft_model, {"trust_remote_code": False})
-    if draft_model is None:
-        modes = [PLAIN]
-        typer.echo("Nothing is drafted: there is no --draft-model", err=True)
     return Models(target, tokenizer, drafter, Sampler(temp=temp)), modes
 
 
@@ -89,7 +84,7 @@ def one_by_one(
 ) -> Iterator[dict[str, Any]]:
     """Measure one text at a time. Yields the results of each depth, until Ctrl-C or out of
     memory."""
-    prompts = [encoded(pair.tokenizer, conversation) for conversation in messages]
+    prompts = [encode(pair.tokenizer, conversation) for conversation in messages]
     tokens, repeat = settings["max_tokens"], settings["repeat"]
     for depth in depths:
         filled = [[*islice(cycle(chain(*prompts)), depth), *prompt] for prompt in prompts]
@@ -106,23 +101,22 @@ def one_by_one(
             show_depth({"depth": depth} | result)
             yield {"depth": depth} | result
         if not finished:
-            typer.echo("Interrupted; these are the results so far.", err=True)
+            typer.echo(INTERRUPTED if comparison else UNMEASURED, err=True)
             return
 
 
-def encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
-    if tokenizer.has_chat_template:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return tokenizer.encode("\n".join(message["content"] for message in messages))
+def watch(pair: Models, messages: Messages, max_tokens: int) -> dict[str, Any]:
+    """--live, on one prompt."""
+    if pair.drafter is None:
+        raise InputError("--live compares drafting with plain decoding; give --draft-model")
+    return live(pair, encode(pair.tokenizer, messages), max_tokens)
 
 
 def run_all(steps: Iterator[Step], what: str, total: int) -> tuple[Step | None, bool]:
     """Run to the end or to Ctrl-C: the last step, and whether it was the end."""
-    last, screen = None, console(stderr=True)
+    last = None
     try:
-        for last in track(  # noqa: B007  # the last one has it all
-            steps, what, total, console=screen, transient=True, disable=not screen.is_terminal
-        ):
+        for last in tracked(steps, what, total):  # noqa: B007  # the last one has it all
             pass
     except KeyboardInterrupt:
         return last, False
@@ -136,12 +130,14 @@ def analyse(
     goes, energy. max_tokens 0: the user wants to stop, so these are left out."""
     rows = summaries(comparison, greedy=pair.sampler.temp == 0)
     result: dict[str, Any] = {"ways": rows, "dropped": comparison.dropped, "splits": []}
+    result["interrupted"] = not max_tokens
     if max_tokens:
         try:
             add_margins(rows, comparison, pair, prompts)
             result["splits"] = splits(comparison, pair, prompts[0], max_tokens)
             add_energy(rows, pair, prompts, max_tokens)
         except KeyboardInterrupt:
+            result["interrupted"] = True
             typer.echo("Interrupted; the rest of this depth's passes is left out.", err=True)
     return result
 
@@ -150,6 +146,8 @@ def splits(
     comparison: Comparison, pair: Models, prompt: list[int], max_tokens: int
 ) -> list[dict[str, Any]]:
     """Split a round of every mode that drafted, at the length it offered most often."""
+    if pair.drafter is None or not pair.drafter.config.num_proposals:
+        return []
     rows = []
     for mode in comparison.modes:
         offered = comparison.verify_lengths(mode)
@@ -198,11 +196,12 @@ def concurrent(
     if model is None:
         raise InputError(f"the drafter {draft_model} needs its target; give --model")
     for name in filter(None, (model, draft_model)):
-        read_config(resolve(name))  # fail here on a wrong name, not in the server
+        if name != LOOKUP:
+            read_config(resolve(name))  # fail here on a wrong name, not in the server
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         modes = [PLAIN]
-    with serving(model, draft_model, requests) as port:
+    with serving(model, draft_model, requests, settings["kernels"]) as port:
         asked = Request(port, settings["max_tokens"], settings["temp"])
         steps = compare_modes(asked, modes, messages, requests, settings["repeat"])
         measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])
@@ -212,5 +211,5 @@ def concurrent(
         result["dropped"] = measured.dropped
         show_batches(result)
     if not finished:
-        typer.echo("Interrupted; these are the results so far.", err=True)
+        typer.echo(INTERRUPTED if measured else UNMEASURED, err=True)
     return result

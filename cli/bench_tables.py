@@ -7,10 +7,11 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from dspine_mlx.cli.output import new_file
+from dspine_mlx.cli.plots import About, speedups
 from dspine_mlx.cli.screen import console, print_bars, print_table
-from dspine_mlx.errors import InputError
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.measure.clock import LEAST_TOKENS
+from dspine_mlx.verify_length.store import describe, device_name
 
 Row = dict[str, Any]
 
@@ -135,30 +136,13 @@ def split_rows(splits: Sequence[Row]) -> Cells:
     return names, rows
 
 
-def check_plot() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InputError("--plot needs matplotlib; install it with pip") from error
-
-
-def draw(results: Sequence[Row], plot: Path) -> None:
-    """Draw speed-ups by mode, a bar per depth; a mode that was dropped has none."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    names = list(dict.fromkeys(label(row["way"]) for result in results for row in result["ways"]))
-    for i, result in enumerate(results):
-        places = [names.index(label(row["way"])) + 0.8 * i / len(results) for row in result["ways"]]
-        speeds = [row["speedup"] or 0 for row in result["ways"]]
-        axes.bar(places, speeds, 0.8 / len(results), label=f"{result['depth']} tokens before")
-    axes.set_xticks(range(len(names)), names)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.legend()
-    with new_file(plot) as part:
-        figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
-    pyplot.close(figure)
+def draw(results: Sequence[Row], plot: Path, drafter: Drafter | None) -> None:
+    shown = [
+        {
+            "depth": result["depth"],
+            "rows": [row | {"label": label(row["way"])} for row in result["ways"]],
+        }
+        for result in results
+    ]
+    pair = "no drafter" if drafter is None else describe(drafter)
+    speedups(shown, plot, About(pair, device_name()))

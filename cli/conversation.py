@@ -28,9 +28,9 @@ class Interrupted(Exception):
 class Conversation:
     """Messages, and caches that hold the tokens of the newest text.
 
-    `turns` has the caches and their tokens. `text` is what they say, or None where that is unknown.
-    A turn whose text goes on from there feeds only what is new; after another (`/system`, or a
-    template that rewrites answers) the caches go back to the tokens that both have in common.
+    `tokens` are in the caches. `text` is what they say, or None where that is unknown. A turn whose
+    text goes on from there feeds only what is new; after another (`/system`, or a template that
+    rewrites answers) the caches go back to the tokens that both have in common.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Conversation:
         """The text that asks for an answer to the message, and its tokens that are not cached."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         text = self.template([*system, *self.messages, {"role": "user", "content": message}])
-        if self.turns.tokens and self.text is not None and text.startswith(self.text):
+        if self.tokens and self.text is not None and text.startswith(self.text):
             new = self.tokenizer.encode(text[len(self.text) :], add_special_tokens=False)
             if new:
                 return text, new
@@ -111,6 +111,7 @@ class Conversation:
             new,
             self.drafter,
             prompt_cache=turns.cache,
+            cached_tokens=turns.tokens,
             prompt_progress_callback=progress,
             **options,
         )

@@ -25,6 +25,7 @@ class BatchText:
     text: Text
     left: float  # tokens that may still come
     key: mx.array | None = None  # its random state; None: it draws from `mx.random`'s
+    most: float = float("inf")  # drafted tokens that a round may offer
     over: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class BatchText:
 
     def limit(self, draft: Draft) -> int:
         """Tokens of a draft that may be offered; none for the last token."""
-        return int(min(len(draft.tokens), self.left - 1))
+        return int(min(len(draft.tokens), self.left - 1, self.most))
 
     def accept(self, draft: Draft, rows: TargetLogits) -> tuple[int, int]:
         with self.drawing():

@@ -1,8 +1,9 @@
 """A drafter: a network bound to the target that it drafts for."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,11 +13,14 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.round.lookup import COPIED
+from dspine_mlx.target.given_cache import Layout, layout
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.misfit import Misfit
 
 if TYPE_CHECKING:
     from dspine_mlx.drafters.dflash import DFlash
+    from dspine_mlx.drafters.lookup_only import LookupOnly
     from dspine_mlx.verify_length.schedule import Schedule
 
 
@@ -28,13 +32,14 @@ class Drafter:
     The network's parameters are a checkpoint's; the target's weights are lent to it, never copied.
     """
 
-    network: "DFlash"
+    network: "DFlash | LookupOnly"
     target: Target  # with the embedding and head to propose with: a checkpoint's own, or rows
     verifier: Target  # whose distribution it drafts for
     kernels: Kernels = OFF
     folder: Path | None = None  # that it was loaded from
     schedule: "Schedule | None" = None  # what "auto" has learnt; made at first use
     misfit: Misfit = field(default_factory=Misfit)  # of all its texts
+    plain: ClassVar[bool] = False  # texts are decoded plainly, whatever is asked for
 
     @property
     def config(self) -> DrafterConfig:
@@ -46,6 +51,11 @@ class Drafter:
         return self.config.target_layer_ids
 
     @property
+    def most_offered(self) -> int:
+        """Tokens that a round may offer: all proposals, or as many copied ones."""
+        return max(self.config.num_proposals, COPIED)
+
+    @property
     def layers(self) -> list[nn.Module]:
         """The draft layers, one cache each."""
         return self.network.layers
@@ -53,6 +63,13 @@ class Drafter:
     def make_cache(self) -> list[KVCache]:
         """Empty caches of the context, one per layer."""
         return self.network.make_cache()
+
+    @cached_property
+    def cache_layout(self) -> Layout:
+        """What its caches hold, without a forward."""
+        caches = self.make_cache()
+        self.extend(mx.zeros((1, 1, self.network.feature_size), self.target.dtype), caches)
+        return layout(caches)
 
     def no_features(self) -> mx.array:
         """Features of no positions: [1, 0, m*d]."""
@@ -73,16 +90,23 @@ class Drafter:
         return self.network.propose(anchor, features, cache, self.target, self.kernels)
 
     def propose_texts(
-        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        slots: int | None = None,
     ) -> list[AnyProposal]:
         """Propose M tokens after each text's anchor: one proposal per text, bit-equal to `propose`
         where the backend's rows are.
+
+        slots: propose so many tokens only. A causal block's are the first ones of the full block;
+        others may differ, as a block's later slots change its earlier ones.
 
         anchors: [B]; features: [B, n, m*d], of which the cache's lengths say how many rows each
         text takes in (`DraftLengths.take_in`).
         """
         network = self.network
-        return network.propose_texts(anchors, features, cache, self.target, self.kernels)
+        return network.propose_texts(anchors, features, cache, slots, self.target, self.kernels)
 
     def set_dtype(self, dtype: mx.Dtype) -> None:
         """Cast the network's floating-point parameters."""

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import mlx.core as mx
@@ -43,13 +43,15 @@ class Group:
         self,
         model: str,
         draft: str | None,
-        tokenizer_config: dict[str, Any],
+        *,
+        tokenizer_config: dict[str, Any] | None = None,
         kernels: str = "auto",
         draft_quant: int | None = None,
     ) -> tuple[nn.Module, TokenizerWrapper, Drafter]:
         """Rank 0: its part of the target, the tokenizer, and the drafter, or one that drafts
         nothing."""
-        module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
+        settings = tokenizer_config or {"trust_remote_code": False}
+        module, tokenizer = load_part(model, self.channel, self.pipeline, settings)
         self.target = target = LeadTarget(module, self.channel)
         check_rollback(target)
         if draft is None:
@@ -96,11 +98,6 @@ class Group:
         else:  # they wait for its word on what they have found
             with suppress(InputError):
                 self.channel.agree(problem)
-
-
-def leading(group: Group | None) -> AbstractContextManager[None]:
-    """`Group.leading`; nothing for a process alone."""
-    return nullcontext() if group is None else group.leading()
 
 
 def meet(pipeline: bool = False, seconds: float = SECONDS) -> Group | None:

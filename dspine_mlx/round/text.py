@@ -17,6 +17,7 @@ from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, Stops
 from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.round.user_code import permitted
 from dspine_mlx.target.kv_quantization import KVQuantization
 
 Token = tuple[int, mx.array, bool]  # id, logprobs [V], whether the drafter proposed it
@@ -42,7 +43,7 @@ class Text:
     stops: Stops = frozenset()
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
-    lookup: Lookup | None = None  # holds the prompt and the yielded tokens; None: nothing is copied
+    lookup: Lookup | None = None  # holds the text's tokens; None: nothing is copied
     kept: bool = True  # the caches are used after the text
 
     def __post_init__(self) -> None:
@@ -115,8 +116,12 @@ class Text:
                 checkpoints[end](self.prompt_cache)
             yield end - start
         self.history, self.pending = prompt[:-1], prompt[-1:]
+        self.note(prompt.tolist())
+
+    def note(self, tokens: list[int]) -> None:
+        """The text grows by these tokens: copies may come from them."""
         if self.lookup is not None:
-            self.lookup.add(prompt.tolist())
+            self.lookup.add(tokens)
 
     def feed(self, tokens: mx.array, eager_taps: bool = False, more: bool = False) -> mx.array:
         """The target's logits [n, V] after each of the tokens [n]. more: the token after them will
@@ -149,7 +154,7 @@ class Text:
         if self.draft_filter is None:
             return length
         tokens = draft.tokens.tolist()[:length]
-        return self.draft_filter(mx.concatenate([self.history, anchor]), tokens)
+        return permitted(self.draft_filter, mx.concatenate([self.history, anchor]), tokens)
 
     def verify(self, anchor: mx.array, drafted: mx.array) -> TargetLogits:
         """One target forward over the anchor [1] and drafted tokens [l]: l + 1 rows of logits."""
@@ -174,6 +179,7 @@ class Text:
         copies = [mx.take(logprobs, mx.array(i), axis=0) for i in range(end + 1)]
         mx.async_eval(copies)  # a kept response must not keep the whole block's logprobs
         self.features = self.features[:, : 1 + n]
+        self.note(tokens[: end + 1])
         return [(tokens[i], row, i < n) for i, row in enumerate(copies)]
 
     def ends_with(self, block: list[Token]) -> bool:
@@ -223,7 +229,7 @@ class Text:
             self.feed(self.pending)
             self.fed_pending()
             self.roll_back()
-        self.context.catch_up(self.position)
+        self.context.catch_up()
         mx.async_eval([c.state for c in self.prompt_cache])
 
 

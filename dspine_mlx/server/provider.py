@@ -23,14 +23,16 @@ from dspine_mlx.group.shards import check_part, check_rollback, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.group.watchdog import LOADING
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve, same_random_state
-from dspine_mlx.models.choose import AUTO, choose, hint
+from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
+from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags
 from dspine_mlx.server.options import ANY, Options
 from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import check_config
 from dspine_mlx.verify_length.schedule import prepare
 
 DEFAULT = "default_model"  # mlx_lm's name for what the command line gave
@@ -100,6 +102,19 @@ class Provider(host.ModelProvider):
                     "--allow-models says what it does",
                     param,
                 )
+        self.check_adapter(wanted)
+
+    def check_adapter(self, wanted: host.ModelDescription) -> None:
+        """mlx_lm loads the command line's model with the command line's adapter, whatever a request
+        asks for."""
+        own = self._adapter_map.get(wanted.model)
+        if wanted.model in self._adapter_map and wanted.adapter not in (None, own):
+            loaded = "without adapters" if own is None else f"with the adapters {own}"
+            raise UnknownModel(
+                f"adapters is {wanted.adapter}, but this server's own model is loaded {loaded}; "
+                "name the model, too, to have it loaded with others",
+                "adapters",
+            )
 
     def download(self, wanted: host.ModelDescription) -> None:
         """Download a model that is not here yet; `UnknownModel` if it can't be loaded."""
@@ -164,6 +179,7 @@ class Provider(host.ModelProvider):
             return
         successor = STOCK(self.cli_args)
         try:
+            check_config(config)
             successor._load(model_path, adapter_path, None)
             caches = len(make_prompt_cache(successor.model))
         except Exception as error:  # mlx_lm may raise anything on a bad checkpoint
@@ -268,6 +284,9 @@ def check_group_flags(cli_args: Namespace) -> None:
 
 def default_pair(cli_args: Namespace, quiet: bool = False) -> None:
     """Use the pair that ships with the package if there is no --model."""
+    if cli_args.draft_model == LOOKUP:
+        cli_args.model = str(DEMO / "target")
+        return
     if cli_args.draft_model not in (None, AUTO):
         raise InputError(
             f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import mlx.nn as nn
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.transition import PACKED_BITS
+from dspine_mlx.target.given_cache import Layout, target_layout
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.target.ranks import Alone, Ranks
 from dspine_mlx.target.rollback import Rollback
@@ -46,6 +48,9 @@ class VerifyKernels(Protocol):
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         """Context for one forward over so many rows, of one text or of several."""
 
+    def expect_caches(self, bits: int, group_size: int) -> None:
+        """Prepare for caches quantised so."""
+
 
 class StockKernels:
     """MLX's own, for any number of rows."""
@@ -64,6 +69,9 @@ class StockKernels:
 
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def expect_caches(self, bits: int, group_size: int) -> None:
+        pass
 
 
 class Target:
@@ -89,6 +97,11 @@ class Target:
         self.ranks: Ranks = Alone()
         self._tapped = Tapped()
         self._recording = {cls: recording(cls, self._tapped) for cls in set(map(type, self.layers))}
+
+    @cached_property
+    def cache_layout(self) -> Layout:
+        """What its caches hold, without a forward."""
+        return target_layout(self.model)
 
     def head(self, states: mx.array) -> mx.array:
         return self.lm_head.as_linear(states) if self.tied else self.lm_head(states)
@@ -166,7 +179,7 @@ class Target:
         several = tokens.ndim == 2
         with self.taps(ids, eager_taps):
             logits = self.model(tokens if several else tokens[None], cache=cache)
-        features = self._tapped.features([self.layers[i] for i in ids])
+        features = self._tapped.features([self.layers[i] for i in ids]) if ids else nothing(tokens)
         return logits if several else logits[0], features
 
     def rollback(self, cache: list[Any], kv: KVQuantization, ids: tuple[int, ...]) -> Rollback:
@@ -180,6 +193,11 @@ class Target:
         with self.taps(ids):
             states = self.body(tokens)
         return states, self._tapped.features([self.layers[i] for i in ids])
+
+
+def nothing(tokens: mx.array) -> mx.array:
+    """Features of no layer: [1, n, 0] of tokens [n], [B, n, 0] of tokens [B, n]."""
+    return mx.zeros((tokens.shape[0] if tokens.ndim == 2 else 1, tokens.shape[-1], 0))
 
 
 class Tapped:

@@ -6,15 +6,18 @@ its time. So is one that the driver refuses. What is not raced is left to MLX.
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.attention import Attended, attend
+from dspine_mlx.metal.exact_attention import attend_apart
+from dspine_mlx.metal.experts import Experts, gather, gather_apart
 from dspine_mlx.metal.rows import Matrix, multiply, tile_cuts
-from dspine_mlx.metal.rows_exact import CUTS, Exact, Form, apart, exact_limits, forms
+from dspine_mlx.metal.rows_exact import CUTS, FUSIONS, Exact, Form, apart, exact_limits, forms
 from dspine_mlx.target.products import APART, STOCK, UNPACKED, Product, name
 
 MODES = ("auto", "exact", "off")
@@ -54,13 +57,14 @@ class Machine:
 @dataclass(frozen=True)
 class Verdict:
     """The product for one shape and number of rows, and why. Seconds: of one product; 0: not
-    timed."""
+    timed. one_row: of MLX's product of a single row."""
 
     product: Product
     why: str
     seconds: float = 0.0
     stock: float = 0.0
     rejected: tuple[str, ...] = ()  # candidates that were wrong or refused, and why
+    one_row: float = 0.0
 
 
 class Race:
@@ -114,7 +118,9 @@ class Race:
             return Verdict(STOCK, "no kernel serves it")
         right, rejected = self.check(entrants, x, matrices[:CHECKED])
         seconds = self.times(list(right), x, matrices)
-        return self.choose(right, seconds, tuple(rejected))
+        (one_row,) = self.times([STOCK], x[:1], matrices).values()
+        verdict = self.choose(right, seconds, tuple(rejected))
+        return replace(verdict, one_row=median(one_row))
 
     def candidates(self, matrix: Matrix, x: mx.array) -> list[Product]:
         products: list[Product] = [STOCK]
@@ -140,10 +146,11 @@ class Race:
         It is found in float32, where a wrong form shows in most values; rounding to bfloat16 hides
         it in all but a few.
         """
-        key = (matrix.bits, matrix.group_size, matrix.shape[1] % 512 == 0, x.dtype)
+        packing = (matrix.mode, matrix.bits, matrix.group_size)
+        key = (*packing, matrix.shape[1] % 512 == 0, x.dtype)
         if key not in self.forms:
             found = forms(matrix)
-            tried = found if self.mode == "exact" else found[: len(found) // 4]
+            tried = found if self.mode == "exact" else found[: len(FUSIONS)]
             self.forms[key] = next((f for f in tried if self.has_form(f, matrix, x)), None)
         return self.forms[key]
 
@@ -158,7 +165,7 @@ class Race:
             return False
 
     def check(
-        self, entrants: list[Product], x: mx.array, matrices: Sequence[Matrix]
+        self, entrants: list[Product], x: mx.array, matrices: Sequence[Any]
     ) -> tuple[dict[Product, bool], list[str]]:
         """Check values. Returns the products that pass, and whether each has plain decoding's bits;
         and what was wrong with the others."""
@@ -187,7 +194,7 @@ class Race:
         return right, rejected
 
     def times(
-        self, products: list[Product], x: mx.array, matrices: Sequence[Matrix]
+        self, products: list[Product], x: mx.array, matrices: Sequence[Any]
     ) -> dict[Product, list[float]]:
         """Time one product each, in interleaved repeats, of those that are not hopeless."""
         some = enough(matrices)
@@ -219,13 +226,14 @@ class Race:
 
 
 class Wanted:
-    """The reference for products of x and a matrix."""
+    """The reference for products of x and a matrix, or experts, or for attention of queries x."""
 
-    def __init__(self, x: mx.array, matrix: Matrix):
-        self.one_row = apart(x, matrix)
-        self.truth = multiply(x.astype(mx.float32), widened(matrix))
+    def __init__(self, x: mx.array, matrix: Any):
+        stock, one_by_one = functions(matrix)
+        self.one_row = one_by_one(x, matrix)
+        self.truth = stock(x.astype(mx.float32), widened(matrix))
         self.largest = mx.abs(self.truth).max()
-        self.stock = self.error(multiply(x, matrix))
+        self.stock = self.error(stock(x, matrix))
 
     def error(self, y: mx.array) -> float:
         return (mx.abs(y.astype(mx.float32) - self.truth).max() / self.largest).item()
@@ -238,6 +246,13 @@ class Wanted:
         if error <= 2 * self.stock + SLACK:  # False for NaN
             return ""
         return f"error {error:.2g}, stock has {self.stock:.2g}"
+
+
+def functions(matrix: Any) -> tuple[Callable[..., mx.array], Callable[..., mx.array]]:
+    """MLX's function for all rows, and row by row."""
+    if isinstance(matrix, Attended):
+        return attend, attend_apart
+    return (gather, gather_apart) if isinstance(matrix, Experts) else (multiply, apart)
 
 
 def plain(products: Collection[Product]) -> Product:
@@ -257,8 +272,10 @@ def same_bits(a: mx.array, b: mx.array, nan: bool = False) -> bool:
     return mx.array_equal(a, b, equal_nan=nan).item()
 
 
-def widened(matrix: Matrix) -> Matrix:
-    """The same weights for rows of float32."""
+def widened(matrix: Any) -> Any:
+    """The same weights, or keys and values, for rows of float32."""
+    if isinstance(matrix, Attended | Experts):
+        return matrix.widened()
     if matrix.scales is None:
         return Matrix(matrix.weight.astype(mx.float32))
     if matrix.biases is None:  # scales are small floats, whatever the rows' dtype
@@ -267,9 +284,10 @@ def widened(matrix: Matrix) -> Matrix:
     return matrix._replace(scales=scales, biases=biases)
 
 
-def enough(matrices: Sequence[Matrix]) -> list[Matrix]:
+def enough(matrices: Sequence[Any]) -> list[Any]:
     """The first matrices that together exceed any cache, or all if they don't."""
-    some, size = [], 0
+    some: list[Any] = []
+    size = 0
     for matrix in matrices:
         some.append(matrix)
         size += matrix.nbytes

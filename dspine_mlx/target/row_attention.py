@@ -13,12 +13,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
+from dspine_mlx.metal.attention import Attended, attend
+from dspine_mlx.metal.exact_attention import attend_apart
+from dspine_mlx.target.attention_race import context_of
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock
 from dspine_mlx.target.recurrent import rebound
+from dspine_mlx.target.verdicts import AttentionShape, Verdicts
 
 NAME = "scaled_dot_product_attention"
-Stock = Callable[..., mx.array]  # mlx-lm's function of that name
+Function = Callable[..., mx.array]  # mlx-lm's of that name
 Attend = Callable[..., mx.array]  # the same, with mlx-lm's as its first argument
 
 
@@ -50,11 +56,16 @@ class RowAttention:
         classes = [type(module) for module, _ in swaps]
         try:
             for module, cls in swaps:
-                module.__class__ = cls
+                set_class(module, cls)
             yield
         finally:
             for (module, _), cls in zip(swaps, classes, strict=True):
-                module.__class__ = cls
+                set_class(module, cls)
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Past nn.Module's own assignment, which looks for arrays and takes ten times as long."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def attending(cls: type[nn.Module]) -> dict[str, FunctionType]:
@@ -69,41 +80,53 @@ def attending(cls: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def apart(
-    stock: Stock,
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Attend row by row, by plain decoding's own call on the keys it sees: its bits in any version
-    of MLX.
+class Chosen:
+    """Attends by the verdict for the kind of attention, its context and its rows. What has no
+    verdict is left to MLX, or in exact mode attends row by row."""
 
-    queries [B, heads, L, D]; keys, values [B, H, S, D], or the three arrays of a quantised cache.
-    If the mask is not plainly causal, MLX takes all rows at once.
-    """
-    rows = queries.shape[2]
-    rest = {} if sinks is None else {"sinks": sinks}
-    if rows == 1 or not isinstance(mask, str):
-        return stock(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
-    before = length(keys) - rows
-    outputs = []
-    for i in range(rows):
-        seen = first_keys(keys, before + i + 1), first_keys(values, before + i + 1)
-        query = queries[:, :, i : i + 1]
-        outputs.append(stock(query, *seen, cache=cache, scale=scale, mask=None, **rest))
-    return mx.concatenate(outputs, axis=2)
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.unsettled: Product = APART if mode == "exact" else STOCK
+        self.products: dict[tuple[int, int], dict[AttentionShape, Product]] = {}
+
+    def settle(self, verdicts: Verdicts) -> bool:
+        """Take the verdicts on attention; whether any does other than without."""
+        self.products = {}
+        for (shape, rows), verdict in verdicts.items():
+            if isinstance(shape, AttentionShape) and verdict.product != self.unsettled:
+                of = self.products.setdefault((shape.context, rows), {})
+                of[shape._replace(context=0)] = verdict.product
+        return bool(self.products)
+
+    def __call__(self, stock: Function, queries: mx.array, *call: Any, **named: Any) -> mx.array:
+        attended = Attended(*call, **named)
+        product = self.product(queries, attended)
+        if isinstance(product, Stock):
+            return attend(queries, attended, stock)
+        if isinstance(product, Apart):
+            return attend_apart(queries, attended, stock)
+        return product(queries, attended)
+
+    def product(self, queries: mx.array, attended: Attended) -> Product:
+        rows = queries.shape[2]
+        products = self.products.get((context_of(self.mode, rows, attended.length), rows))
+        if products is None:
+            return self.unsettled
+        product = products.get(AttentionShape.of(queries, attended), self.unsettled)
+        served = product.limits(queries, attended) is None  # of this mask
+        return product if served else self.unsettled
 
 
-def length(keys: Any) -> int:
-    first: mx.array = keys if isinstance(keys, mx.array) else keys[0]
-    return first.shape[2]
+def shapes_of(target: Target) -> list[AttentionShape]:
+    """The kinds of attention in a target, of any context. A forward over two tokens is built, and
+    never run."""
+    found: dict[AttentionShape, None] = {}
 
+    def note(stock: Function, queries: mx.array, *call: Any, **named: Any) -> mx.array:
+        attended = Attended(*call, **named)
+        found[AttentionShape.of(queries, attended)] = None
+        return attend(queries, attended, stock)
 
-def first_keys(keys: Any, count: int) -> Any:
-    if isinstance(keys, mx.array):
-        return keys[:, :, :count]
-    return tuple(part[:, :, :count] for part in keys)
+    with RowAttention(target, note).verifying(2):
+        target.model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(target.model))
+    return list(found)

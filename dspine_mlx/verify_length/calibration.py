@@ -46,7 +46,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
-        if len(self.biases) != slots or not min(self.temperatures, default=0) > 0:
+        if len(self.biases) != slots or not min(self.temperatures, default=1) > 0:
             raise ValueError("temperatures must be above 0, with one bias for each")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")
@@ -58,8 +58,9 @@ class Calibration:
         return calibrated(evidence, *self.arrays)
 
     def block_log_odds(self, evidence: list[float]) -> list[float]:
-        """The same for the M slots of one block, in the plain floats that a round works with."""
-        return [calibrated_slot(x, *slot) for x, slot in zip(evidence, self.slots, strict=True)]
+        """The same for the first slots of one block, in the plain floats that a round works
+        with."""
+        return [calibrated_slot(x, *slot) for x, slot in zip(evidence, self.slots, strict=False)]
 
     @cached_property
     def slots(self) -> list[tuple[float, float, float]]:

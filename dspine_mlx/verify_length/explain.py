@@ -6,6 +6,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
+from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.costs import Costs
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ def round_line(this: "Round", costs: Costs, rate: float) -> str:
     if not this.chances:
         return f"at {this.depth}: offered {this.offered} unread, {this.accepted} accepted"
     survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
-    if this.copied:
+    if this.copied is not None:
+        where = f" after {this.copied} drafted" if this.copied else ""
         return (
-            f"at {this.depth}: looked up, survival {survival}; offered {this.offered}, "
+            f"at {this.depth}: looked up{where}, survival {survival}; offered {this.offered}, "
             f"took {milliseconds([this.verifying])} ms, {this.accepted} accepted"
         )
     return (
@@ -47,23 +49,43 @@ def round_line(this: "Round", costs: Costs, rate: float) -> str:
     )
 
 
-def comparison(auto: "Auto", depth: int) -> str:
-    """Recent rounds against plain decoding."""
-    plain = 1e3 * auto.costs.plain(depth)
+def parking(auto: "Auto", depth: int) -> str:
+    """Why drafting stops: what rounds can give, or what they did give; expectations were wrong."""
     if auto.hopeless(depth):
-        M = auto.costs.widths - 1
-        return (
-            f"even if all {M} drafted tokens were accepted, a round would take "
-            f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
-            f"in {(M + 1) * plain:.1f} ms"
-        )
-    if not auto.seconds:
-        return "no round yet"
-    token = 1e3 * auto.seconds / auto.tokens
+        return hopelessness(auto, depth)
+    lost = f"its rounds have lost {auto.account.falling:.1f} plain tokens' time"
+    return f"{lost} since the balance was highest, and the balance is spent"
+
+
+def probing(auto: "Auto", depth: int) -> str:
+    """What a draft that was only watched has shown."""
+    if auto.hopeless(depth):
+        return hopelessness(auto, depth)
+    plain, token = 1e3 * auto.costs.plain(depth), 1e3 * auto.seconds / auto.tokens
+    follows = "below 1: drafting stays parked" if auto.parked else "so drafting goes on"
     return (
-        f"a token of recent rounds is expected to take {token:.1f} ms, a "
-        f"plain one {plain:.1f} ms ({auto.gain(depth):.2f} times the speed); the balance is "
-        f"{auto.budget.balance:.1f} plain tokens"
+        f"drafted, a token would take {token:.1f} ms, a plain one takes {plain:.1f} ms; the "
+        f"balance is {auto.budget.balance:.1f} plain tokens, {follows}"
+    )
+
+
+def hopelessness(auto: "Auto", depth: int) -> str:
+    M, plain = auto.slots, 1e3 * auto.costs.plain(depth)
+    return (
+        f"even if all {M} drafted tokens were accepted, a round would take "
+        f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
+        f"in {(M + 1) * plain:.1f} ms"
+    )
+
+
+def without_drafter(done: Statistics, account: Account) -> str:
+    """What copies brought a text that has no drafter."""
+    if not done.rounds:
+        return "no drafter, and no copy of earlier text promised a gain"
+    saved = "saved" if account.saved >= 0 else "lost"
+    return (
+        f"no drafter: {done.rounds} rounds of copies {saved} the time of {abs(account.saved):.1f} "
+        "plain tokens"
     )
 
 
@@ -71,8 +93,12 @@ def verdict(auto: "Auto", depth: int) -> str:
     """Why a text was drafted or not."""
     done, account = auto.statistics, auto.account
     probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
+    if not auto.slots:
+        return without_drafter(done, account)
     if auto.parked and auto.hopeless(depth):
-        return f"drafting can't pay here: {comparison(auto, depth)}"
+        if not done.rounds:
+            return f"drafting can't pay here: {hopelessness(auto, depth)}"
+        return f"drafting stopped, as steps take longer now: {hopelessness(auto, depth)}"
     if not done.rounds:
         credit = "the credit was spent before" if account.parked else "the text was too short"
         return f"not drafted: {credit}; {probes}"

@@ -96,6 +96,15 @@ def test_what_was_learnt_changes_the_file_by_a_factor_of_two_at_most() -> None:
     assert learnt.depths == file.depths
 
 
+@pytest.mark.parametrize(("noise", "disturbed"), [(0.1, False), (0.8, True)])
+def test_scatter_is_seen_in_tokens_that_are_timed_together(noise: float, disturbed: bool) -> None:
+    """Only their median is learnt from, which hides it."""
+    rng, taught = np.random.default_rng(3), Costs(curve())
+    for _ in range(4):
+        taught.scattered(np.exp(noise * rng.normal(size=8)).tolist())
+    assert taught.disturbed == disturbed
+
+
 def test_times_that_scatter_are_known_as_disturbed() -> None:
     rng = np.random.default_rng(0)
     for noise, disturbed in ((0.1, False), (0.8, True)):
@@ -134,7 +143,7 @@ def test_the_cache_is_used_and_keyed_by_the_pair(
 
     def count(drafter: object) -> Curve:
         calls.append(drafter)
-        return Curve((1, 2), (1, 1), (1, 1), ((1.0,) * 8, (1.0,) * 8))
+        return Curve((1, 2), (1, 1), (1, 1), ((1.0,) * 16, (1.0,) * 16))
 
     monkeypatch.setattr(profile, "measure", count)
     drafter = tiny_dflash(model)
@@ -194,7 +203,7 @@ def test_a_cache_folder_that_cannot_be_written(
 def test_measuring_leaves_no_trace_and_covers_all_widths(model: nn.Module) -> None:
     drafter = tiny_dspine(model, block_size=6)
     measured = measure(drafter, seconds=0.0)
-    assert len(measured.verify[0]) == 6
+    assert len(measured.verify[0]) == 16  # lookups go beyond its 5 proposals
     assert measured.measured
     bench = StepTimer(drafter)
     bench.deepen(50)

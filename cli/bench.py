@@ -10,6 +10,7 @@ import typer
 from dspine_mlx.cli.groups import grouped
 from dspine_mlx.cli.options import DraftOption, KernelsOption, TargetOption
 from dspine_mlx.cli.output import check_new, check_plot, new_file
+from dspine_mlx.cli.ranks import leads, on_every_rank
 from dspine_mlx.errors import InputError
 
 LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
@@ -78,6 +79,7 @@ class Load:
             raise InputError("there are no prompts; give --suite with a name or a file")
 
 
+@on_every_rank
 @grouped
 def bench(
     load: Load,
@@ -161,6 +163,9 @@ def bench(
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
     for mode in modes:
         verify_length(mode)
+    alone = rows or live or load.concurrency is not None or any("mlx-lm" in m for m in modes)
+    if alone and leads.get() is not None:
+        raise InputError("several machines are measured with plain, auto and fixed:N only")
     check_pair(model, draft_model)  # before large imports, so that it is said at once
     messages = [QUESTION]
     if load.suite is not None:
@@ -190,7 +195,7 @@ def bench(
             results = [watch(pair, messages[0], load.max_tokens)]
         else:
             results = list(one_by_one(pair, modes, messages, positions, settings))
-            found = verify_steps(pair, results)
+            found = verify_steps(pair, results) if leads.get() is None else {}
         if plot is not None and results:
             draw(results, plot, pair.drafter)
     write(json_file, document(settings, results) | found)

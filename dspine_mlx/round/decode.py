@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -78,7 +78,7 @@ def warn_of_misfit(text: Text) -> None:
         log.warning(said)
 
 
-def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
+def decode_text(text: Text, policy: Policy, budget: float) -> Generator[Token, None, None]:
     """Decode in rounds while drafting pays, plainly while it does not, until `budget` tokens or a
     stop token."""
     text.context.hopeless = policy.hopeless

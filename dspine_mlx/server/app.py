@@ -50,6 +50,7 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
     prompt_cache = PromptCache(provider, *cache_limits(provider.cli_args))
     generator = ResponseGenerator(provider, prompt_cache, options)
     host.stream_generate = generator.stream_generate
+    host.BatchGenerator = generator.batch_generator
     if mx.distributed.init().rank() > 0:
         return generator.join()
     if options.api_key is None and reachable(address):

@@ -1,10 +1,11 @@
-"""mlx_lm.server's ResponseGenerator: drafting when idle, mlx_lm's batches under load."""
+"""mlx_lm.server's ResponseGenerator, whose requests are drafted for: alone or together."""
 
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_lm import server as host
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
+from dspine_mlx.batch.generation import why_alone
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate as draft_generate
@@ -23,21 +25,27 @@ from dspine_mlx.server.decoding import (
     checked,
     drafting,
     observed,
+    own_sampler,
+    random_state,
     reasoning,
+    text_settings,
     try_sampling,
 )
+from dspine_mlx.server.drafting_batch import DraftingBatch
 from dspine_mlx.server.failure import CLIENT_GONE, Failed, failed
 from dspine_mlx.server.grammar import constraint
 from dspine_mlx.server.images import image_parts
+from dspine_mlx.server.job import Job
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.prompts import BoundedTokenizer
-from dspine_mlx.server.provider import Provider
+from dspine_mlx.server.provider import DEFAULT, Provider
 from dspine_mlx.server.stops import ReplyText
 
+STOCK: Any = host.BatchGenerator  # before that name is rebound
+ONE_STEP = (None,)  # in place of mlx_lm's half a second between two looks for new requests
 POLL = 0.1  # seconds between two checks of a waiting client's connection
-
 
 STOP_SECONDS = 5.0  # that the generation thread may take to end
 
@@ -50,7 +58,10 @@ class ResponseGenerator(host.ResponseGenerator):
         self.metrics = Metrics()
         self.load_failure: str | None = None
         self.again: deque[tuple] = deque()  # requests of a batch that failed
+        self.batch: DraftingBatch | None = None
         super().__init__(provider, prompt_cache)
+        if not self._is_distributed:
+            self._time_budget: Any = ONE_STEP
 
     # ---- in the HTTP threads
 
@@ -162,6 +173,8 @@ class ResponseGenerator(host.ResponseGenerator):
                 if self._is_distributed or not self.calls.taken:
                     raise
                 logging.exception("a batch failed; its requests go on one by one")
+                if self.batch is not None:
+                    self.batch.close()
                 self.take_up(error)
         mx.clear_streams()  # at the thread's end they would race with the end of the process
 
@@ -172,7 +185,10 @@ class ResponseGenerator(host.ResponseGenerator):
             if args.call.alone:
                 reply.put(error)
             else:
-                args.call.alone, args.call.path = True, "plain"
+                args.call.alone = True
+                args.call.path = "speculative" if args.call.drafted else "plain"
+                if not args.call.drafted:
+                    args.model = replace(args.model, draft=None)
                 self.again.append((reply, request, args))
 
     def _next_request(self, timeout: float | None = None) -> tuple | None:
@@ -183,7 +199,7 @@ class ResponseGenerator(host.ResponseGenerator):
         if item is None:
             return None
         queue, request, args = item
-        reply = Reply(queue, args.call, self.calls)
+        reply = args.call.reply = Reply(queue, args.call, self.calls)
         if args.call.failure is not None:  # its client has gone
             reply.put(args.call.failure)
             return None
@@ -191,26 +207,70 @@ class ResponseGenerator(host.ResponseGenerator):
         return self.calls.take(reply, request, args)
 
     def choose_path(self, args: Arguments) -> None:
-        """Keep the drafter of a request that mlx_lm would serve alone, drop it under load."""
-        draft = self.model_provider.draft_for(args.model)
-        if args.call.verify_length == 0:
-            draft = None
-        args.model = replace(args.model, draft=None)
-        batchable = self._is_batchable(args)
-        if draft is not None and not (batchable and len(self.calls) > self.options.speculate_up_to):
-            args.model = replace(args.model, draft=draft)
-            args.call.path = "speculative"
+        """Requests of one target share a batch, with or without a drafter: one without it is a text
+        that is never drafted for. Those that can't be batched are decoded in turn."""
+        call, provider = args.call, self.model_provider
+        wanted = provider.draft_for(args.model) if call.verify_length != 0 else None
+        call.drafted = wanted is not None
+        shared = wanted or provider.draft_for(replace(args.model, draft=DEFAULT))
+        args.model = replace(args.model, draft=shared)
+        if shared is None or not self._is_batchable(args):
+            args.model = replace(args.model, draft=wanted)
+        if self._is_batchable(args):
+            call.path = "batched"
         else:
-            args.call.path = "batched" if batchable else "plain"
+            call.path = "speculative" if call.drafted else "plain"
 
     def _is_batchable(self, args: Arguments) -> bool:
-        drafts = args.model.draft is not None
-        alone = drafts or args.call.grammar is not None or args.call.alone
-        return not alone and super()._is_batchable(args)
+        if args.call.alone:
+            return False
+        if args.model.draft is None:
+            return args.call.grammar is None and super()._is_batchable(args)
+        drafter = self.model_provider.loaded_drafter(args.model)
+        together = drafter is not None and why_alone(drafter) is None
+        return together and self.cli_args.kv_bits is None
+
+    def batch_generator(self, model: Any, **options: Any) -> Any:
+        """Stand-in for mlx_lm's BatchGenerator, for the model that was loaded last."""
+        drafter = self.model_provider.draft_model
+        if drafter is None:
+            return STOCK(model, **options)
+        keep = partial(self.prompt_cache.insert_cache, self.model_provider.model_key)
+        self.batch = DraftingBatch(drafter, self.options, self.job, keep, **options)
+        return self.batch
+
+    def job(
+        self,
+        uid: int,
+        segments: list[list[list[int]]],
+        max_tokens: list[int],
+        caches: list[Any],
+        all_tokens: list[list[int]],
+        samplers: list[Any],
+        logits_processors: list[list[Any]],
+        stop_sequences: list[Any],
+    ) -> Job:
+        """The request that has just been tokenised. Lists have one entry."""
+        args, tokenizer = self.arriving, self.model_provider.tokenizer
+        prompt = [token for segment in segments[0] for token in segment]
+        tokens, stops = [*all_tokens[0], *prompt], tokenizer.eos_token_ids
+        key = self.model_provider.model_key
+        assert args.call.reply is not None
+        return Job(
+            uid,
+            args.call.reply,
+            mx.array(prompt, mx.uint32),
+            tokens,
+            max_tokens[0],
+            caches[0],
+            self.prompt_cache.checkpoints(key, tokens, prompt, stops),
+            text_settings(args, tokenizer, samplers[0], logits_processors[0]),
+            stop_sequences[0].matcher(),
+        )
 
     def _tokenize(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> Any:
         call, provider = args.call, self.model_provider
-        self.arriving = call
+        self.arriving = args
         provider.release()
         if args.prepared is not None and args.prepared[0] is tokenizer:
             prompt, *others = args.prepared[1]
@@ -230,7 +290,7 @@ class ResponseGenerator(host.ResponseGenerator):
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
         """Make mlx_lm's state machine for a request; stop strings are found in the text instead."""
         ends, machine = super()._make_state_machine(model_key, tokenizer, [])
-        call = self.arriving
+        call = self.arriving.call
         if call.text is None and (stop_words or call.tokens):
             call.text = ReplyText(stop_words, ends, tokenizer.detokenizer)
             for token in call.tokens:
@@ -255,6 +315,9 @@ class ResponseGenerator(host.ResponseGenerator):
         args, call = self.current, self.current.call
         options |= {"max_tokens": max_tokens, "prompt_progress_callback": checked(call, options)}
         grammar = constraint(call, tokenizer)
+        if call.tokens and args.seed is not None:  # resumed, after so many draws
+            sampler = own_sampler(args, tokenizer, grammar)
+            mx.random.state[0][:] = random_state(sampler, args.seed, len(call.tokens))
         if grammar is not None:
             options["logits_processors"] = [*options["logits_processors"], grammar]
         if draft_model is not None and options.get("input_embeddings") is None:

@@ -63,7 +63,7 @@ class Metrics:
                 self.tokens["prompt"] += len(call.prompt)
                 self.tokens["cached"] += cached
             self.tokens["generated"] += len(call.tokens)
-            if call.path == "speculative":
+            if call.drafted:
                 self.tokens["speculative"] += len(call.tokens)
                 self.tokens["parked"] += call.statistics.plain
             self.drafts["drafted"] += call.statistics.drafted

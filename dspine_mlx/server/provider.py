@@ -117,6 +117,12 @@ class Provider(host.ModelProvider):
 
     # ---- in the generation thread
 
+    def loaded_drafter(self, wanted: host.ModelDescription) -> Drafter | None:
+        """A request's drafter, if it is loaded and so is the request's model."""
+        if self.loaded_tokenizer(wanted) is None:
+            return None
+        return self.drafters.get(self._draft_model_map.get(wanted.draft, wanted.draft))
+
     def load(
         self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
     ) -> tuple[Any, Any]:

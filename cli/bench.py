@@ -45,15 +45,13 @@ def bench(
         ),
     ] = "0",
     concurrency: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Measure the server instead: this many concurrent requests to `dspine-mlx serve` "
-            "on this machine, HTTP included. Tokens per second of all of them together, and the "
-            "time to the first text, of plain decoding in mlx-lm's batches (plain) against "
-            "drafting one request after another (auto, fixed:N). The server's default is to "
-            "batch as soon as there are two.",
+            help="Measure the server instead: so many requests at once to `dspine-mlx serve` on "
+            "this machine, HTTP included; several numbers with commas, such as 1,2,4,8,16. Tokens "
+            "per second of all requests together, time to the first text, and the slowest request, "
+            "of mlx-lm's batches (plain) against drafting for all of them (auto, fixed:N).",
             rich_help_panel=LOAD,
-            min=1,
         ),
     ] = None,
     temp: Annotated[
@@ -80,7 +78,8 @@ def bench(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Also draw the speed-ups into this new PNG (needs matplotlib).",
+            help="Also draw the speed-ups into this new PNG; with --concurrency the tokens per "
+            "second by the number of requests (needs matplotlib).",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -96,8 +95,8 @@ def bench(
     Ctrl-C prints what has been measured so far.
     """
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one
-    from dspine_mlx.cli.bench_tables import check_plot, draw
     from dspine_mlx.cli.drafter import chosen
+    from dspine_mlx.cli.drawing import check_plot, draw
     from dspine_mlx.measure.compare import verify_length
     from dspine_mlx.measure.prompts import load_suite
 
@@ -108,8 +107,11 @@ def bench(
     for flag, number in (("--limit", limit), ("--repeat", repeat), ("--max-tokens", max_tokens)):
         if number < 1:
             raise InputError(f"{flag} is {number}; it must be at least 1")
-    if concurrency is not None and (plot is not None or depths != "0"):
-        raise InputError("--concurrency measures the server, without --depths and --plot")
+    requests = [] if concurrency is None else whole_numbers("--concurrency", concurrency)
+    if 0 in requests:
+        raise InputError(f"--concurrency is {concurrency}; each number must be at least 1")
+    if requests and depths != "0":
+        raise InputError("--concurrency measures the server, without --depths")
     if suite is None:
         raise InputError("there are no prompts; give --suite with a name or a file")
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
@@ -119,8 +121,8 @@ def bench(
     messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
     settings = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp, "repeat": repeat}
     draft_model = chosen(model, draft_model)
-    if concurrency is not None:
-        results = [concurrent(concurrency, (model, draft_model), modes, messages, settings)]
+    if requests:
+        results = list(concurrent(requests, (model, draft_model), modes, messages, settings))
     else:
         pair, modes = load_pair(model, draft_model, temp, modes)
         results = list(one_by_one(pair, modes, messages, positions, settings))

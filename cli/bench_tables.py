@@ -1,15 +1,12 @@
 """Tables and plots of dspine-mlx bench."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from dspine_mlx.cli.output import new_file
 from dspine_mlx.cli.screen import console, print_bars, print_table
-from dspine_mlx.errors import InputError
 from dspine_mlx.measure.clock import LEAST_TOKENS
 
 Row = dict[str, Any]
@@ -45,7 +42,7 @@ def show_batches(result: Row) -> None:
     screen = console()
     screen.print(f"\n{result['requests']} requests at once through dspine-mlx serve")
     rows = result["ways"]
-    names = ["", "tokens/s in all", "speed-up", "first text", "of the last", "decoded"]
+    names = ["", "tokens/s in all", "speed-up", "first text", "of the last", "slowest", "decoded"]
     cells = [
         (
             label(row["way"]),
@@ -53,12 +50,15 @@ def show_batches(result: Row) -> None:
             ratio(row),
             milliseconds(row["first_text_seconds"]),
             milliseconds(row["last_first_text_seconds"]),
+            milliseconds(row["slowest_seconds"]),
             ", ".join(f"{path} {n}" for path, n in row["paths"].items()),
         )
         for row in rows
     ]
     print_table(screen, names, cells)
     show_ratios(screen, rows)
+    for row in rows[1:]:
+        screen.print(f"{label(row['way'])}: {row['verdict']}")
     show_dropped(result)
 
 
@@ -133,32 +133,3 @@ def split_rows(splits: Sequence[Row]) -> Cells:
         times = [*row["seconds"].values(), sum(row["seconds"].values()), row["normal_seconds"]]
         rows.append([label(row["way"]), str(row["length"]), *(f"{1e3 * t:.1f}" for t in times)])
     return names, rows
-
-
-def check_plot() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InputError("--plot needs matplotlib; install it with pip") from error
-
-
-def draw(results: Sequence[Row], plot: Path) -> None:
-    """Draw speed-ups by mode, a bar per depth; a mode that was dropped has none."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    names = list(dict.fromkeys(label(row["way"]) for result in results for row in result["ways"]))
-    for i, result in enumerate(results):
-        places = [names.index(label(row["way"])) + 0.8 * i / len(results) for row in result["ways"]]
-        speeds = [row["speedup"] or 0 for row in result["ways"]]
-        axes.bar(places, speeds, 0.8 / len(results), label=f"{result['depth']} tokens before")
-    axes.set_xticks(range(len(names)), names)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.legend()
-    with new_file(plot) as part:
-        figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
-    pyplot.close(figure)

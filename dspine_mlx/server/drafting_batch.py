@@ -5,6 +5,7 @@ one comes, both go on as a batch (`dspine_mlx.batch`), in which texts join and l
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from dspine_mlx.batch.batch import Batch
 from dspine_mlx.batch.plain import decode_plainly
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength, Scheduled, batch_policy
 from dspine_mlx.batch.speculate import speculate
+from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.decode import warn_of_misfit
 from dspine_mlx.server.job import Alone, Job
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.pace import Pace
 
-PLAINLY = FixedLength(0)
 CLEAR = 256  # steps between two times that freed memory is given back
 
 Progress: TypeAlias = PromptProcessingBatch.Response
@@ -115,6 +116,9 @@ class DraftingBatch:
 
     def close(self) -> None:
         self.wired.close()
+
+    def __del__(self) -> None:  # of a batch that has failed
+        self.close()
 
     # ---- from prompt to text
 
@@ -213,8 +217,7 @@ class DraftingBatch:
     def step_together(self) -> None:
         """An error here is nobody's own, and ends the batch."""
         texts, clock = list(self.batch.texts), time.perf_counter()
-        undrafted = all(text.most == 0 for text in texts)
-        policy = PLAINLY if undrafted else self.policy
+        policy = self.policy_for(texts)
         last = all(text.left < 2 for text in texts)  # nothing is drafted for a last token
         plainly = policy.plainly(len(texts), self.batch.depth) or last
         blocks = (decode_plainly if plainly else speculate)(self.batch, policy)
@@ -231,6 +234,11 @@ class DraftingBatch:
             job.ready.extend(block)
             if text.over:
                 self.finished[job] = self.leave(job)
+
+    def policy_for(self, texts: list[BatchText]) -> BatchPolicy:
+        """The server's, unless every request has a length of its own."""
+        longest = max(text.most for text in texts)
+        return self.policy if longest == math.inf else FixedLength(int(longest))
 
     def response(self, job: Job) -> Response:
         """Hand out the next token of a text."""

@@ -1,6 +1,7 @@
 """mlx_lm.server's ResponseGenerator, whose requests are drafted for: alone or together."""
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -58,7 +59,7 @@ class ResponseGenerator(host.ResponseGenerator):
         self.metrics = Metrics()
         self.load_failure: str | None = None
         self.again: deque[tuple] = deque()  # requests of a batch that failed
-        self.batch: DraftingBatch | None = None
+        self.batch: Callable[[], DraftingBatch | None] = lambda: None  # a weak reference
         super().__init__(provider, prompt_cache)
         if not self._is_distributed:
             self._time_budget: Any = ONE_STEP
@@ -173,8 +174,6 @@ class ResponseGenerator(host.ResponseGenerator):
                 if self._is_distributed or not self.calls.taken:
                     raise
                 logging.exception("a batch failed; its requests go on one by one")
-                if self.batch is not None:
-                    self.batch.close()
                 self.take_up(error)
         mx.clear_streams()  # at the thread's end they would race with the end of the process
 
@@ -207,19 +206,28 @@ class ResponseGenerator(host.ResponseGenerator):
         return self.calls.take(reply, request, args)
 
     def choose_path(self, args: Arguments) -> None:
-        """Requests of one target share a batch, with or without a drafter: one without it is a text
-        that is never drafted for. Those that can't be batched are decoded in turn."""
+        """Requests of one target share a batch; one that is not drafted for is a text among them.
+        mlx_lm's own batches serve requests without a drafter while nobody is drafted for, and
+        several requests of a pair that drafts for one text at a time. The rest is decoded in turn.
+        """
         call, provider = args.call, self.model_provider
-        wanted = provider.draft_for(args.model) if call.verify_length != 0 else None
-        call.drafted = wanted is not None
+        wanted = provider.draft_for(args.model)
+        call.drafted = wanted is not None and call.verify_length != 0
         shared = wanted or provider.draft_for(replace(args.model, draft=DEFAULT))
-        args.model = replace(args.model, draft=shared)
-        if shared is None or not self._is_batchable(args):
-            args.model = replace(args.model, draft=wanted)
-        if self._is_batchable(args):
-            call.path = "batched"
-        else:
-            call.path = "speculative" if call.drafted else "plain"
+        choices = [shared, None] if wanted or self.drafting else [None, shared]
+        for draft in choices[:1] if call.drafted and len(self.calls) == 1 else choices:
+            args.model = replace(args.model, draft=draft)
+            if self._is_batchable(args):
+                call.path = "batched"
+                return
+        call.path = "speculative" if call.drafted else "plain"
+        args.model = replace(args.model, draft=wanted if call.drafted else None)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether requests are at work that share a drafter."""
+        batch = self.batch()
+        return batch is not None and bool(batch.jobs)
 
     def _is_batchable(self, args: Arguments) -> bool:
         if args.call.alone:
@@ -236,8 +244,9 @@ class ResponseGenerator(host.ResponseGenerator):
         if drafter is None:
             return STOCK(model, **options)
         keep = partial(self.prompt_cache.insert_cache, self.model_provider.model_key)
-        self.batch = DraftingBatch(drafter, self.options, self.job, keep, **options)
-        return self.batch
+        batch = DraftingBatch(drafter, self.options, self.job, keep, **options)
+        self.batch = weakref.ref(batch)
+        return batch
 
     def job(
         self,

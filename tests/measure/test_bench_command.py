@@ -89,7 +89,11 @@ BAD_ARGUMENTS = {
     "depths": (["bench", "--suite", "x", "--depths", "4k"], "--depths is '4k'; it must be whole"),
     "server and depths": (
         ["bench", "--suite", "x", "--concurrency", "2", "--depths", "9"],
-        "--concurrency measures the server, without --depths and --plot",
+        "--concurrency measures the server, without --depths",
+    ),
+    "nobody asks": (
+        ["bench", "--suite", "x", "--concurrency", "2,0"],
+        "--concurrency is 2,0; each number must be at least 1",
     ),
     "no model": (
         ["bench", "--suite", __file__, "--concurrency", "2", "--model", "./nowhere"],

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx_lm.server
 from mlx_lm.sample_utils import LogitsProcessor
@@ -34,7 +35,7 @@ def faulty(args: Any) -> list[LogitsProcessor]:
         nonlocal calls
         calls += 1
         if calls == 6:
-            Batch.feed = out_of_memory
+            breaking.start()
         return logits
 
     def hangs(tokens: Any, logits: Any) -> Any:
@@ -47,12 +48,12 @@ def faulty(args: Any) -> list[LogitsProcessor]:
     return [*stock(args), *([] if fault is None else [fault])]
 
 
-feed = Batch.feed
-
-
-def out_of_memory(batch: Batch, *args: Any, **options: Any) -> Any:
-    Batch.feed = feed
+def out_of_memory(*args: Any, **options: Any) -> Any:
+    breaking.stop()
     raise RuntimeError("no memory is left")
+
+
+breaking = patch.object(Batch, "feed", out_of_memory)
 
 
 if __name__ == "__main__":

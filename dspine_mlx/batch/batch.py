@@ -1,5 +1,7 @@
 """Texts that share forwards: they join and leave between rounds."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,6 +13,10 @@ from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import Draft
+from dspine_mlx.round.text import Text
+
+PADDING = 2.0  # times the room that its texts would take alone, a group's keys may take
+SHORT = 1024  # positions up to which texts share a group, however different
 
 
 class Ahead(NamedTuple):
@@ -29,22 +35,52 @@ class Ahead(NamedTuple):
         return Ahead(self.fed[at], self.tokens[at], rows, self.features[at], keys, self.started)
 
 
+class Group:
+    """Texts of about one depth, whose keys lie in common arrays: one forward serves them."""
+
+    def __init__(self, drafter: Drafter):
+        model, widest = drafter.target.model, 1 + drafter.config.num_proposals
+        self.target = TargetRows(model, make_prompt_cache(model), widest)
+        self.context = DraftContexts(drafter)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of each text."""
+        return self.target.lengths.host
+
+    def takes(self, length: int) -> bool:
+        """Whether one more text of this length leaves the padding in bounds."""
+        lengths = [*self.lengths, length]
+        longest = max(lengths)
+        return longest <= SHORT or len(lengths) * longest <= PADDING * sum(lengths)
+
+    def join(self, text: Text) -> None:
+        self.context.join(text.context.cache)
+        self.target.join(text.cache)
+        mx.eval([c.state for c in self.context.cache])
+        for cache in text.context.cache:
+            cache.trim(cache.offset)
+            cache.keys = cache.values = None
+        text.checkpoint()
+
+    def keep(self, texts: list[int]) -> None:
+        """Only these texts stay."""
+        self.target.keep(texts)
+        self.context.keep(texts)
+
+
 class Batch:
     """The texts, the target's and the drafter's caches of all of them, and forwards over them.
 
+    texts: ordered by group. A forward runs once per group, which are few: each but the first has a
+    text that the others' keys would have been padded for.
     ahead: a plain step that has been started; whoever does something else takes it back.
     """
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.texts = drafter, list[BatchText]()
-        self.clear()
-
-    def clear(self) -> None:
-        """Caches without a text."""
+        self.groups: list[Group] = []
         self.ahead: Ahead | None = None
-        model, widest = self.drafter.target.model, 1 + self.drafter.config.num_proposals
-        self.target = TargetRows(model, make_prompt_cache(model), widest)
-        self.context = DraftContexts(self.drafter)
 
     @property
     def anchors(self) -> mx.array:
@@ -53,21 +89,31 @@ class Batch:
 
     @property
     def depth(self) -> int:
-        """Positions of the longest text, to which all rows of keys are padded."""
-        return self.target.lengths.longest
+        """Positions that rows of keys are padded to; with several groups, on average."""
+        slots = [len(g.lengths) * g.target.lengths.longest for g in self.groups]
+        return sum(slots) // max(1, len(self.texts))
+
+    @property
+    def parts(self) -> list[tuple[Group, slice]]:
+        """The groups, and where their texts are among all."""
+        ends = list(accumulate((len(group.lengths) for group in self.groups), initial=0))
+        return [(g, slice(*ends[i : i + 2])) for i, g in enumerate(self.groups)]
+
+    def place(self, at: int) -> tuple[Group, int]:
+        """The group of a text, and its index there."""
+        return next((g, at - part.start) for g, part in self.parts if at < part.stop)
 
     def join(self, text: BatchText) -> None:
         """Move a prefilled text in."""
         self.cancel()
-        own = text.text
-        self.context.join(own.context.cache)
-        self.target.join(own.cache)
-        mx.eval([c.state for c in self.context.cache])
-        for cache in own.context.cache:
-            cache.trim(cache.offset)
-            cache.keys = cache.values = None
-        own.checkpoint()
-        self.texts.append(text)
+        length = text.text.position
+        group = next((group for group in self.groups if group.takes(length)), None)
+        if group is None:
+            group = Group(self.drafter)
+            self.groups.append(group)
+        end = next(part.stop for g, part in self.parts if g is group)
+        group.join(text.text)
+        self.texts.insert(end, text)
 
     def leave(self, text: BatchText, with_caches: bool = False) -> list[Any] | None:
         """A text leaves; if asked for, with its caches of mlx-lm's classes, the target's and then
@@ -76,37 +122,46 @@ class Batch:
         if with_caches:
             self.cancel()
         caches = self.extract(at) if with_caches else None
-        staying = [i for i in range(len(self.texts)) if i != at]
-        self.texts.pop(at)
+        group, own = self.place(at)
+        staying = [i for i in range(len(group.lengths)) if i != own]
         if staying:
-            self.target.keep(staying)
-            self.context.keep(staying)
-            self.ahead = self.ahead and self.ahead.keep(staying)
+            group.keep(staying)
         else:
-            self.clear()
+            self.groups.remove(group)
+        self.texts.pop(at)
+        if self.ahead is not None:
+            others = [i for i in range(len(self.texts) + 1) if i != at]
+            self.ahead = self.ahead.keep(others) if others else None
         return caches
 
     def cancel(self) -> None:
         """Take back a step that was started ahead."""
         if self.ahead is not None:
-            self.target.cancel()
+            for group in self.groups:
+                group.target.cancel()
             for text, key in zip(self.texts, self.ahead.keys, strict=True):
                 text.key = key
             self.ahead = None
 
     def extract(self, at: int) -> list[Any]:
-        self.context.catch_up()
-        own, context = self.target.extract(at), self.context.extract(at)
+        group, index = self.place(at)
+        group.context.catch_up()
+        own, context = group.target.extract(index), group.context.extract(index)
         target, taps = self.drafter.target, self.drafter.config.target_layer_ids
         _, features = target.forward(self.texts[at].anchor, own, taps)
         self.drafter.extend(features, context)
         mx.eval([c.state for c in [*own, *context]])
         return [*own, *context]
 
-    def propose(self) -> list[AnyProposal]:
-        """One forward of the drafter for all texts."""
+    def propose(self, slots: int | None = None) -> list[AnyProposal]:
+        """One forward of the drafter for all texts, over blocks that propose so many tokens; None:
+        all that it can."""
         self.cancel()
-        return self.context.propose(self.anchors)
+        if not self.drafter.config.causal_block:
+            slots = None
+        anchors = self.anchors
+        parts = [group.context.propose(anchors[part], slots) for group, part in self.parts]
+        return [proposal for part in parts for proposal in part]
 
     def verify(self, drafts: list[Draft], length: int) -> tuple[mx.array, mx.array]:
         """One forward of the target over every text's anchor and the first tokens of its draft:
@@ -119,12 +174,22 @@ class Batch:
     def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
         """The target's logits [B, n, V] after each of the tokens [B, n]."""
         target, taps = self.drafter.target, self.drafter.config.target_layer_ids
-        kernels = target.verify_kernels
-        with self.target.verifying(tokens.shape[1]), kernels.verifying(tokens.size):
-            logits, self.features = target.forward(tokens, self.target.caches, taps, eager_taps)
-        return logits
+        parts = []
+        for group, part in self.parts:
+            own, rows = tokens[part], group.target
+            with rows.verifying(own.shape[1]), target.verify_kernels.verifying(own.size):
+                parts.append(target.forward(own, rows.caches, taps, eager_taps))
+        logits, features = zip(*parts, strict=True)
+        self.features = joined(features)
+        return joined(logits)
 
     def accept(self, rows: list[int]) -> None:
         """The first rows[i] >= 1 of the rows just fed belong to text i."""
-        self.target.accept(rows)
-        self.context.add(self.features[:, : max(rows)], rows)
+        for group, part in self.parts:
+            own = rows[part]
+            group.target.accept(own)
+            group.context.add(self.features[part, : max(own)], own)
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

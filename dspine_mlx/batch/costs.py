@@ -1,76 +1,161 @@
-"""What steps of several texts cost, from a pair's costs for one text and what real steps took."""
+"""What steps of several texts cost: seconds by texts, rows per text, drafted tokens and depth.
 
-import math
+For each number of texts there are a curve and its corrections by real steps, as for one text
+(`dspine_mlx.verify_length.costs`). Numbers that were not measured lie between those that were, at
+equal rows in all: what a forward costs beside its attention depends on the rows alone, steps
+included.
+"""
 
-from dspine_mlx.verify_length.costs import Costs
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-LEARNT = 0.3  # share of a surprise that is believed
+import numpy as np
+
+from dspine_mlx.verify_length.costs import Costs, Curve
 
 
-class Factors:
-    """By what a kind of step is dearer than was guessed, for each number of rows that was seen."""
+@dataclass(frozen=True)
+class BatchCurve:
+    """Steps of so many texts at once: a curve whose verify widths are rows per text, and what a
+    draft of 1 .. M tokens takes as shares of one of all M."""
 
-    def __init__(self) -> None:
-        self.logs: dict[int, float] = {}
+    texts: int
+    curve: Curve
+    shares: tuple[float, ...]
 
-    def of(self, rows: int) -> float:
-        """Of the nearest number of rows that was seen; 1 before any."""
-        nearest = min(self.logs, key=lambda seen: abs(math.log(seen / rows)), default=None)
-        return 1.0 if nearest is None else math.exp(self.logs[nearest])
+    def __post_init__(self) -> None:
+        if self.texts < 1 or len(self.shares) != len(self.curve.verify[0]) - 1:
+            raise ValueError("there must be a text, and a share for each drafted token")
+        if not min(self.shares) > 0:
+            raise ValueError("shares must be above 0")
 
-    def learn(self, rows: int, guessed: float, seconds: float) -> None:
-        found = math.log(max(seconds, 1e-9) / guessed)
-        known = self.logs.get(rows, found)
-        self.logs[rows] = known + LEARNT * (found - known)
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "BatchCurve":
+        """Read from JSON; ValueError, KeyError or TypeError when it is none."""
+        shares = tuple(map(float, data["shares"]))
+        return cls(int(data["texts"]), Curve.from_dict(data["curve"]), shares)
+
+
+class Steps(NamedTuple):
+    """Seconds of the steps that some texts may take."""
+
+    plain: float
+    draft: np.ndarray  # [M] of 1 .. M tokens for each text
+    verify: np.ndarray  # [M + 1] of 1 .. M + 1 rows of each text
+
+
+def guess(curve: Curve) -> BatchCurve:
+    """One text, where only a full draft's cost is known: drafts as steep in rows as forwards."""
+    rows = curve.verify[0]
+    return BatchCurve(1, curve, tuple(row / rows[-1] for row in rows[1:]))
+
+
+def between(known: Sequence[BatchCurve], texts: int) -> BatchCurve:
+    """So many texts' curve, from those of fewer and of more; beyond the most texts known, rows go
+    on as a line."""
+    fewer = max((one for one in known if one.texts <= texts), key=lambda one: one.texts)
+    if fewer.texts == texts:
+        return fewer
+    at_least = (one for one in known if one.texts >= texts)
+    more = min(at_least, key=lambda one: one.texts, default=fewer)
+    share = (texts - fewer.texts) / max(1, more.texts - fewer.texts)
+    low, high = (
+        [(1 - share) * a + share * b for a, b in zip(*pair, strict=True)]
+        for pair in zip(as_if(fewer, texts), as_if(more, texts), strict=True)
+    )
+    curve = replace(
+        fewer.curve,
+        plain=(float(low[0]), float(high[0])),
+        draft=(float(low[1][-1]), float(high[1][-1])),
+        verify=(tuple(low[2].tolist()), tuple(high[2].tolist())),
+    )
+    return BatchCurve(texts, curve, tuple((low[1] / low[1][-1]).tolist()))
+
+
+def as_if(one: BatchCurve, texts: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Seconds of so many texts' steps, plain, [M] drafts and [M + 1] forwards, if only the rows in
+    all counted; at both depths."""
+    curve, widths, found = one.curve, np.arange(1, len(one.shares) + 2), []
+    for plain, draft, verify in zip(curve.plain, curve.draft, curve.verify, strict=True):
+        forwards = on_line(one.texts * widths, np.array(verify), texts * widths)
+        rows, shares = widths[1:], np.array(one.shares)
+        drafts = on_line(one.texts * rows, draft * shares, texts * rows)
+        found.append((plain / verify[0] * forwards[0], drafts, forwards))
+    return found
+
+
+def on_line(rows: np.ndarray, seconds: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Seconds at other rows: straight lines between those known, and on beyond both ends, but never
+    below half of the least."""
+    inside = np.interp(at, rows, seconds)
+    if len(rows) == 1:
+        return inside
+    rise = max(0.0, (seconds[-1] - seconds[0]) / (rows[-1] - rows[0]))
+    first = max(0.0, (seconds[1] - seconds[0]) / (rows[1] - rows[0]))
+    beyond = rise * np.maximum(0, at - rows[-1]) - first * np.maximum(0, rows[0] - at)
+    return np.maximum(inside + beyond, 0.5 * seconds.min())
 
 
 class BatchCosts:
-    """Seconds of a plain step, of drafting and of verifying, by texts, rows in all and depth.
+    """Curves by the number of texts, each corrected by the times of real steps."""
 
-    A guess from the costs of one text, with rows beyond its widest forward on a straight line, is
-    corrected by the times of real steps.
-    """
+    def __init__(self, known: Sequence[BatchCurve]):
+        self.known = list(known)
+        self.curves = dict[int, BatchCurve]()  # of the numbers of texts that there have been
+        self.costs = dict[int, Costs]()
 
-    def __init__(self, costs: Costs):
-        self.costs = costs
-        self.plain_factors, self.draft_factors, self.verify_factors = (
-            Factors(),
-            Factors(),
-            Factors(),
-        )
-
-    def guess(self, rows: int, depth: int) -> float:
-        """Of a target forward."""
-        known = self.costs.verify(depth)
-        if rows <= len(known):
-            return known[rows - 1]
-        each = max(0.0, known[-1] - known[0]) / (len(known) - 1)
-        return known[-1] + each * (rows - len(known))
-
-    def guess_plain(self, texts: int, depth: int) -> float:
-        return self.guess(texts, depth) * self.costs.plain(depth) / self.guess(1, depth)
-
-    def guess_draft(self, texts: int, depth: int) -> float:
-        return self.costs.draft(depth) * self.guess(texts, depth) / self.guess(1, depth)
+    def of(self, texts: int) -> Costs:
+        """Costs of so many texts; at first corrected like those of the nearest number."""
+        if texts not in self.costs:
+            self.curves[texts] = between(self.known, texts)
+            new = Costs(self.curves[texts].curve)
+            if self.costs:
+                nearest = min(self.costs, key=lambda n: abs(n - texts))
+                new.x[:] = self.costs[nearest].x
+            self.costs[texts] = new
+        return self.costs[texts]
 
     def plain(self, texts: int, depth: int) -> float:
-        return self.guess_plain(texts, depth) * self.plain_factors.of(texts)
+        """Seconds of a step of plain decoding."""
+        return self.of(texts).plain(depth)
 
-    def draft(self, texts: int, depth: int) -> float:
-        return self.guess_draft(texts, depth) * self.draft_factors.of(texts)
+    def draft(self, texts: int, slots: int, depth: int) -> float:
+        return self.of(texts).draft(depth) * self.curves[texts].shares[slots - 1]
 
-    def verify(self, rows: int, depth: int) -> float:
-        return self.guess(rows, depth) * self.verify_factors.of(rows)
+    def verify(self, texts: int, width: int, depth: int) -> float:
+        """Seconds of a forward over `width` rows of each text."""
+        return self.of(texts).verify(depth)[width - 1]
+
+    def steps(self, texts: int, depth: int) -> Steps:
+        plain, *verify, draft = self.of(texts).predict(depth)
+        return Steps(plain, draft * np.array(self.curves[texts].shares), np.array(verify))
 
     def plain_known(self, texts: int) -> bool:
         """Whether a plain step of about so many texts was timed."""
-        return any(texts <= 2 * seen <= 4 * texts for seen in self.plain_factors.logs)
+        timed = (n for n, costs in self.costs.items() if costs.seen["plain"])
+        return any(n <= 2 * texts <= 4 * n for n in timed)
 
-    def learn_plain(self, texts: int, depth: int, seconds: float) -> None:
-        self.plain_factors.learn(texts, self.guess_plain(texts, depth), seconds)
+    def learn_plain(self, texts: int, seconds: float, depth: int) -> None:
+        self.of(texts).observe_plain(seconds, depth)
 
     def learn_round(
-        self, texts: int, rows: int, depth: int, drafting: float, verifying: float
+        self, texts: int, slots: int, width: int, drafting: float, verifying: float, depth: int
     ) -> None:
-        self.draft_factors.learn(texts, self.guess_draft(texts, depth), drafting)
-        self.verify_factors.learn(rows, self.guess(rows, depth), verifying)
+        costs = self.of(texts)
+        costs.observe_round(
+            drafting / self.curves[texts].shares[slots - 1], verifying, width, depth
+        )
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether times scatter so much that they should not be kept."""
+        return any(costs.disturbed for costs in self.costs.values())
+
+    def learnt(self) -> list[BatchCurve]:
+        """All curves that are known, corrected where there have been real steps."""
+        corrected = [
+            replace(self.curves[n], curve=costs.learnt()) for n, costs in self.costs.items()
+        ]
+        others = [one for one in self.known if one.texts not in self.costs]
+        return sorted([*corrected, *others], key=lambda one: one.texts)

@@ -80,6 +80,7 @@ class Decoding:
                         request = running[text]
                         request.caches = batch.leave(text, request.return_caches)
                         warn_of_misfit(text.text)
+                        text.text.statistics.verdict = self.policy.verdict(text)
                 if count % 256 == 0:
                     mx.clear_cache()
             for text, block in blocks.items():
@@ -98,7 +99,7 @@ class Decoding:
         """A block of tokens for each text: a round's, or one of plain decoding."""
         texts, started = list(batch.texts), time.perf_counter()
         last = all(text.left < 2 for text in texts)  # nothing is drafted for a last token
-        plainly = self.policy.plainly(len(texts), batch.depth) or last
+        plainly = self.policy.plainly(texts, batch.depth) or last
         blocks = (decode_plainly if plainly else speculate)(batch, self.policy)
         self.work.steps += 1
         self.work.seconds += time.perf_counter() - started

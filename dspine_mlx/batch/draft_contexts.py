@@ -30,10 +30,10 @@ class DraftContexts:
         self.backlog.append(features)
         self.counts = [n + more for n, more in zip(self.counts, counts, strict=True)]
 
-    def propose(self, anchors: mx.array) -> list[AnyProposal]:
+    def propose(self, anchors: mx.array, slots: int | None = None) -> list[AnyProposal]:
         """Take in the backlog, and propose tokens after each text's anchor [B]."""
         self.lengths.take_in(self.counts)
-        proposals = self.drafter.propose_texts(anchors, self.features, self.cache)
+        proposals = self.drafter.propose_texts(anchors, self.features, self.cache, slots)
         self.lengths.taken()
         self.clear()
         return proposals
@@ -64,9 +64,9 @@ class DraftContexts:
 
     def keep(self, texts: list[int]) -> None:
         """Only these texts stay."""
+        self.lengths.keep(texts)
         for rows in self.cache:
             rows.keep(texts)
-        self.lengths.keep(texts)
         self.backlog = [part[mx.array(texts)] for part in self.backlog]
         self.counts = [self.counts[i] for i in texts]
 

@@ -22,14 +22,14 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         text.take_rows(token)
     batch.features = this.features
     batch.accept([1] * len(texts))
-    if policy.stays_plain(len(texts), batch.depth) and min(text.left for text in texts) > 1:
+    if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
         batch.ahead = step(batch, this.tokens)
     tokens = this.tokens.tolist()
     now = time.perf_counter()
     seconds = now - this.started
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
     timed = overlapped and now - waiting > 0.5 * seconds
-    policy.plain_step(len(texts), seconds if timed else None, batch.depth)
+    policy.plain_step(texts, seconds if timed else None, batch.depth)
 
     blocks = []
     for text, picked, row in zip(texts, tokens, this.logprobs, strict=True):

@@ -113,9 +113,11 @@ class RowsKV:
         self.values = stacked(with_slots(self.values, slots), with_slots(values, slots), texts)
 
     def keep(self, texts: list[int]) -> None:
-        """Only these texts stay."""
+        """Only these texts stay, of which the lengths are now; slots that none of them needs
+        go. A row may have been fed past the lengths."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[mx.array(texts)], self.values[mx.array(texts)]
+            at, last = mx.array(texts), rounded(self.slots(1))
+            self.keys, self.values = self.keys[at, :, :last], self.values[at, :, :last]
 
     def extract(self, text: int) -> KVCache:
         """A text's own cache, as after decoding it alone."""

@@ -1,4 +1,5 @@
-"""How many drafted tokens of each text to verify: the rows of one forward, for the most tokens.
+"""How many tokens to draft for several texts, and how many of them to verify: the rows of one
+forward, for the most tokens.
 
 With a_ij the chance that the first j drafted tokens of text i are accepted, and T the seconds of a
 forward, a round over B texts should offer the lengths l_i of the greatest
@@ -8,9 +9,15 @@ forward, a round over B texts should offer the lengths l_i of the greatest
 value being the seconds that a token saves. All texts are fed as many rows as the widest, so one
 scan over the widths finds the optimum under any cost curve, steps included. Chances are those of
 the greedy path, in which no draw has a part; a rule that looked at sampled tokens would bias them.
+
+Drafting is paid for before these chances are known, so how wide the block is depends on what the
+texts' last rounds were like.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 Survival = Sequence[Sequence[float]]  # a_ij, of each text's tokens that may be offered
 Seconds = Callable[[int], float]  # of a forward over so many rows in all
@@ -30,3 +37,35 @@ def padded(survival: Survival) -> Iterator[Choice]:
 def best(choices: Iterable[Choice], seconds: Seconds, value: float) -> Choice:
     """The choice that saves most, the first of equals; value: seconds that a token saves."""
     return max(choices, key=lambda choice: value * choice[2] - seconds(choice[1]))
+
+
+class Plan(NamedTuple):
+    """A round, as it is expected to be before it is drafted."""
+
+    slots: int  # tokens to draft for each text
+    tokens: np.ndarray  # [B] of each text
+    seconds: float
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / float(self.tokens.sum())
+
+
+def planned(
+    survival: np.ndarray, draft: np.ndarray, verify: np.ndarray, value: float, least: int = 1
+) -> Plan:
+    """The block of the greatest expected value, at least so wide.
+
+    survival: [B, R, M], of R rounds as the next one may be; draft: [M] seconds of drafting 1 .. M
+    tokens for each text; verify: [M + 1] of verifying 1 .. M + 1 rows of each; value: seconds that
+    a token saves. Each of the R rounds would verify its own best length within the block.
+    """
+    B, R, M = survival.shape
+    tokens = np.ones((B, R, M + 1))
+    tokens[..., 1:] += survival.cumsum(axis=-1)
+    net = value * tokens.sum(axis=0) - verify  # [R, M + 1]
+    of_block = np.maximum.accumulate(net, axis=1)[:, 1:].mean(axis=0) - draft
+    slots = least + int(of_block[least - 1 :].argmax())
+    lengths = net[:, : slots + 1].argmax(axis=1)
+    expected = tokens[:, np.arange(R), lengths].mean(axis=1)
+    return Plan(slots, expected, float(draft[slots - 1] + verify[lengths].mean()))

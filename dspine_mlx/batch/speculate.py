@@ -25,7 +25,7 @@ Outcome = tuple[int, int]  # accepted tokens, and the one that follows them
 def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One round: a block of at least one token for each text."""
     texts, started = list(batch.texts), time.perf_counter()
-    proposals = batch.propose()
+    proposals = batch.propose(policy.slots(texts, batch.depth))
     drafts = [
         text.select(p, policy.needs_evidence) for text, p in zip(texts, proposals, strict=True)
     ]
@@ -43,7 +43,6 @@ def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         for i, (text, n) in enumerate(zip(texts, lengths, strict=True))
     ]
     outcomes = accept(texts, drafts, rows, logits)
-    verified = time.perf_counter()
 
     blocks = []
     for i, (text, draft, (n, following)) in enumerate(zip(texts, drafts, outcomes, strict=True)):
@@ -55,7 +54,7 @@ def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         text.text.statistics.record(length, block)
         for text, length, block in zip(texts, lengths, blocks, strict=True)
     ]
-    policy.learn(texts, lengths, accepted, drafted - started, verified - drafted)
+    policy.learn(texts, lengths, accepted, drafted - started, time.perf_counter() - drafted)
     return blocks
 
 

@@ -90,10 +90,10 @@ class TargetRows:
 
     def keep(self, texts: list[int]) -> None:
         """Only these texts stay."""
+        self.lengths.keep(texts)
         for cache in self.keyed:
             cache.keep(texts)
         self.recurrent.keep(texts)
-        self.lengths.keep(texts)
 
     def extract(self, text: int) -> list[Any]:
         """A text's own caches, of mlx-lm's classes, as after decoding it alone."""

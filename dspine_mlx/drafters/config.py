@@ -141,6 +141,11 @@ class DrafterConfig:
                 return stated
         return self.layer_type(layer) == "sliding_attention"
 
+    @property
+    def causal_block(self) -> bool:
+        """Whether no slot of a block sees a later one, in any layer."""
+        return all(self.layer_causal(layer) for layer in range(self.num_hidden_layers))
+
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """One level of keys: nested sections win, rope_parameters over rope_scaling and rope_theta."""

@@ -230,20 +230,30 @@ class DFlash(nn.Module):
         for layer, c in zip(self.layers, cache, strict=True):
             layer.self_attn.keys_and_values(context, c)
 
-    def embed_block(self, anchor: mx.array, target: Target) -> mx.array:
-        """Embed [anchor, mask, mask, ...]: [1, L, d], or [B, L, d] for anchors [B, 1]."""
-        anchors, more = anchor.reshape(-1, 1), self.config.block_size - 1
-        masks = mx.full((len(anchors), more), self.config.mask_token_id, anchor.dtype)
+    def embed_block(self, anchor: mx.array, target: Target, slots: int | None = None) -> mx.array:
+        """Embed [anchor, mask, mask, ...]: [1, L, d], or [B, L, d] for anchors [B, 1].
+
+        slots: tokens that the block proposes; None: all M.
+        """
+        config = self.config
+        left_out = 0 if slots is None else config.num_proposals - slots
+        anchors, more = anchor.reshape(-1, 1), config.block_size - 1 - left_out
+        masks = mx.full((len(anchors), more), config.mask_token_id, anchor.dtype)
         block = target.embed(mx.concatenate([anchors, masks], axis=1))
-        scale = self.config.input_embedding_scale
+        scale = config.input_embedding_scale
         return block if scale == 1.0 else block * scale
 
     def backbone(
-        self, anchor: mx.array, features: mx.array, cache: Caches, target: Target
+        self,
+        anchor: mx.array,
+        features: mx.array,
+        cache: Caches,
+        target: Target,
+        slots: int | None = None,
     ) -> mx.array:
         """Run all layers; normalised states [M, d] of the proposing slots, or [B, M, d] for several
         texts with anchors [B, 1]."""
-        h, context = self.embed_block(anchor, target), self.context(features)
+        h, context = self.embed_block(anchor, target, slots), self.context(features)
         for layer, c in zip(self.layers, cache, strict=True):
             h = layer(h, layer.input_layernorm(h), context, c)
         h = h if anchor.ndim == 2 else h[0]
@@ -268,11 +278,12 @@ class DFlash(nn.Module):
         anchors: mx.array,
         features: mx.array,
         cache: list[DraftRows],
+        slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
     ) -> list[AnyProposal]:
         """Propose for several texts with one run of the layers and one product with the head."""
-        states = self.backbone(anchors[:, None], features, cache, target)
+        states = self.backbone(anchors[:, None], features, cache, target, slots)
         logits = target.head(states.reshape(-1, states.shape[-1]))
         logits = logits.reshape(*states.shape[:2], -1)
         texts = zip(anchors, states, logits, strict=True)

@@ -93,7 +93,7 @@ class DominoProposal(ChainProposal):
             pool = mx.arange(config.vocab_size, dtype=mx.uint32)
         else:
             self.base, self.rows = base[:, pool], out.weight[pool]
-        super().__init__(config.num_proposals, pool)
+        super().__init__(len(states), pool)
         from_states, self.from_prefix = mx.split(hidden.weight, [config.hidden_size], axis=1)
         self.mixed = states @ from_states.T  # [M, E]
         self.prefix, self.gru = config.pure_draft_prefix_len, network.prefix_gru
@@ -146,12 +146,13 @@ class Domino(DFlash):
         anchors: mx.array,
         features: mx.array,
         cache: list[DraftRows],
+        slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
     ) -> list[AnyProposal]:
         """See `Drafter.propose_texts`."""
-        states = self.backbone(anchors[:, None], features, cache, target)
-        texts = zip(states[:, : self.config.num_proposals], anchors, strict=True)
+        states = self.backbone(anchors[:, None], features, cache, target, slots)
+        texts = zip(states[:, : slots or self.config.num_proposals], anchors, strict=True)
         return [DominoProposal(self, own, anchor, target) for own, anchor in texts]
 
 

@@ -68,16 +68,23 @@ class Drafter:
         return self.network.propose(anchor, features, cache, self.target, self.kernels)
 
     def propose_texts(
-        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        slots: int | None = None,
     ) -> list[AnyProposal]:
         """Propose M tokens after each text's anchor: one proposal per text, bit-equal to `propose`
         where the backend's rows are.
+
+        slots: propose so many tokens only. A causal block's are the first ones of the full block;
+        others may differ, as a block's later slots change its earlier ones.
 
         anchors: [B]; features: [B, n, m*d], of which the cache's lengths say how many rows each
         text takes in (`DraftLengths.take_in`).
         """
         network = self.network
-        return network.propose_texts(anchors, features, cache, self.target, self.kernels)
+        return network.propose_texts(anchors, features, cache, slots, self.target, self.kernels)
 
     def set_dtype(self, dtype: mx.Dtype) -> None:
         """Cast the network's floating-point parameters."""

@@ -241,7 +241,7 @@ class DSpark(DFlash):
             features = mx.concatenate([features, previous], axis=-1)
         logits = self.confidence_head(features)
         if self.config.confidence_temperatures:
-            temperatures = mx.array(self.config.confidence_temperatures)
+            temperatures = mx.array(self.config.confidence_temperatures[: len(logits)])
             logits = logits / temperatures.reshape(-1, *[1] * (logits.ndim - 1))
         return mx.sigmoid(logits)
 

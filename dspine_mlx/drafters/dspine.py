@@ -125,12 +125,13 @@ class DSpine(DFlash):
         cache: Caches,
         target: Target,
         kernels: Kernels = OFF,
+        slots: int | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Run all layers. Returns, of slots 1..M after the last layer: normalised states [M, d],
         the states u [M, d] before its injection, and its receiver terms [M, a]. For several texts,
         with anchors [B, 1], all have a leading axis."""
         several = anchor.ndim == 2
-        h, context = self.embed_block(anchor, target), self.context(features)
+        h, context = self.embed_block(anchor, target, slots), self.context(features)
         normed = self.layers[0].input_layernorm(h)
         code = self.code_rows(anchor[:, 0] if several else anchor).take()
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
@@ -159,16 +160,22 @@ class DSpine(DFlash):
         anchors: mx.array,
         features: mx.array,
         cache: list[DraftRows],
+        slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
     ) -> list[AnyProposal]:
         """See `Drafter.propose_texts`."""
         states, u, receiver = self.injected_backbone(
-            anchors[:, None], features, cache, target, kernels
+            anchors[:, None], features, cache, target, kernels, slots
         )
-        logits = target.head(states.reshape(-1, states.shape[-1]))
-        texts = zip(logits.reshape(*states.shape[:2], -1), u, receiver, strict=True)
-        return [self.refined(*text, target, kernels) for text in texts]
+        ids, scores = rank(target.head(flat(states)), self.config)
+        ids, scores = (x.reshape(*states.shape[:2], -1) for x in (ids, scores))
+        # A slot's scores depend on no other text: all slots but the first ones are one long block.
+        pairs = (flat(u[:, 1:]), flat(receiver[:, 1:]), flat(ids[:, :-1]), flat(ids[:, 1:]))
+        table = self.transition_table(*pairs, target, kernels)
+        table = table.reshape(len(ids), -1, *table.shape[1:])
+        texts = zip(self.tokens(ids), scores[:, 0], table, strict=True)
+        return [Proposal(*text) for text in texts]
 
     def refined(
         self,
@@ -181,28 +188,35 @@ class DSpine(DFlash):
         """T_t[i, j] = S_t(v_i, v_j), the last layer's injection redone with candidate i of slot
         t - 1 as the predecessor. All of slots 1..M: the head's logits [M, Vd], u and receiver."""
         ids, scores = rank(logits, self.config)
-        table = self.transition_table(u[1:], receiver[1:], ids, target, kernels)
+        table = self.transition_table(u[1:], receiver[1:], ids[:-1], ids[1:], target, kernels)
         return Proposal(self.tokens(ids), scores[0], table)
 
     def transition_table(
         self,
         u: mx.array,
         receiver: mx.array,
+        before: mx.array,
         ids: mx.array,
         target: Target,
         kernels: Kernels = OFF,
     ) -> mx.array:
-        """Last-write refinement for all pairs of candidates [M, K] at once: [M-1, K, K] float32.
+        """Last-write refinement for all pairs at once, of candidates ids [n, K] after those of the
+        slot before them [n, K]: [n, K, K] float32.
 
-        u [M-1, d] and receiver [M-1, a] of slots 2..M come from the last layer, so no readout or
+        u [n, d] and receiver [n, a] of these slots come from the last layer, so no readout or
         receiver gate is computed again.
         """
-        predecessors = self.code_rows(self.tokens(ids[:-1]))
+        predecessors = self.code_rows(self.tokens(before))
         message = candidate_messages(receiver, predecessors, kernels)
         write = self.injection.writes[-1](message)  # [M-1, K, d]
-        head, norm = target.head_lookup(ids[1:]), self.norm
+        head, norm = target.head_lookup(ids), self.norm
         scores = transition_scores(u, write, norm.weight, norm.eps, head, kernels)
         return scale_scores(scores, self.config)
+
+
+def flat(rows: mx.array) -> mx.array:
+    """The slots of all texts [B, n, ...] in one row: [B n, ...]."""
+    return rows.reshape(-1, *rows.shape[2:])
 
 
 def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:

@@ -58,8 +58,9 @@ class Calibration:
         return calibrated(evidence, *self.arrays)
 
     def block_log_odds(self, evidence: list[float]) -> list[float]:
-        """The same for the M slots of one block, in the plain floats that a round works with."""
-        return [calibrated_slot(x, *slot) for x, slot in zip(evidence, self.slots, strict=True)]
+        """The same for the first slots of one block, in the plain floats that a round works
+        with."""
+        return [calibrated_slot(x, *slot) for x, slot in zip(evidence, self.slots, strict=False)]
 
     @cached_property
     def slots(self) -> list[tuple[float, float, float]]:

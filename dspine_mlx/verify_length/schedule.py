@@ -19,7 +19,7 @@ from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.store import load_calibrations, read_costs, write_costs
 
 if TYPE_CHECKING:
-    from dspine_mlx.batch.policy import Scheduled
+    from dspine_mlx.batch.scheduled import Scheduled
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt

@@ -110,9 +110,13 @@ class OneTokenBack(Drafter):
     table: mx.array = field(default_factory=lambda: mx.zeros((V, V)))
 
     def propose_texts(
-        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        slots: int | None = None,
     ) -> list[AnyProposal]:
-        M, tokens = self.config.num_proposals, mx.arange(V, dtype=mx.uint32)
+        M, tokens = slots or self.config.num_proposals, mx.arange(V, dtype=mx.uint32)
         candidates = mx.broadcast_to(tokens, (M, V))
         later = mx.broadcast_to(self.table, (M - 1, V, V))
         return [Proposal(candidates, self.table[anchor], later) for anchor in anchors.tolist()]

@@ -142,3 +142,28 @@ def test_context_kept_from_plain_decoding_is_what_each_text_would_keep() -> None
 def test_every_method_says_whether_it_drafts_for_several_texts() -> None:
     covered = {method_of(make(tiny_target()).network).name for make in KINDS.values()}
     assert {name for name, method in METHODS.items() if method.several_texts} == covered
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_short_block_proposes_the_first_tokens(name: str, slots: int) -> None:
+    """The very ones of the full block, where no slot sees a later one."""
+    drafter = KINDS[name](tiny_target())
+    lengths = DraftLengths()
+    rows = [DraftRows(lengths) for _ in drafter.layers]
+    lengths.replace([0, 0])
+    lengths.take_in([2, 3])
+    features = mx.random.normal((2, 3, drafter.network.feature_size), key=mx.random.key(3))
+    anchors = mx.array([5, 9], mx.uint32)
+    short = drafter.propose_texts(anchors, features, rows, slots)
+    drafts = [select(proposal) for proposal in short]
+    assert [draft.tokens.size for draft in drafts] == [slots] * 2
+    assert all(len(d.evidence.log_odds()) == slots for d in drafts if d.evidence is not None)
+    if not drafter.config.causal_block:
+        return
+    full = [select(proposal) for proposal in drafter.propose_texts(anchors, features, rows)]
+    for ours, theirs in zip(drafts, full, strict=True):
+        assert ours.tokens.tolist() == theirs.tokens.tolist()[:slots]
+        assert ours.evidence is not None
+        assert theirs.evidence is not None
+        assert mx.array_equal(ours.evidence.chances, theirs.evidence.chances[:slots])

@@ -224,7 +224,8 @@ def sections(drafter: Drafter, costs: dict[str, tuple[int, int]]) -> dict[str, l
         return list(network.inject(0, block, anchor, kernels))
 
     def table(u: mx.array, receiver: mx.array, candidates: mx.array) -> list[mx.array]:
-        return [network.transition_table(u, receiver, candidates, drafter.target, kernels)]
+        pairs = candidates[:-1], candidates[1:]
+        return [network.transition_table(u, receiver, *pairs, drafter.target, kernels)]
 
     def whole(anchor: mx.array, features: mx.array) -> list[mx.array]:
         proposal = drafter.propose(anchor, features, drafter.make_cache())

@@ -201,7 +201,7 @@ def test_table_and_walk_take_at_most_five_launches(
         u: mx.array, receiver: mx.array, candidates: mx.array, first: mx.array
     ) -> list[mx.array]:
         table = drafter.network.transition_table(
-            u, receiver, candidates, drafter.target, drafter.kernels
+            u, receiver, candidates[:-1], candidates[1:], drafter.target, drafter.kernels
         )
         no_noise = mx.broadcast_to(mx.array(0.0), (15, K))
         return list(walk(first, table, no_noise, 1.0, drafter.kernels))

@@ -24,11 +24,17 @@ class ScriptedTexts(Drafter):
     texts: list[list[int]] = field(default_factory=list)
     script: Script = lambda position, right: right
     calls: int = 0
+    slots: list[int] = field(default_factory=list)  # of each proposal
 
     def propose_texts(
-        self, anchors: mx.array, features: mx.array, cache: list[DraftRows]
+        self,
+        anchors: mx.array,
+        features: mx.array,
+        cache: list[DraftRows],
+        slots: int | None = None,
     ) -> list[AnyProposal]:
         self.calls += 1
+        self.slots.append(slots or self.config.num_proposals)
         lengths = cache[0].lengths
         if features.shape[1]:
             self.extend(features, cache)
@@ -44,7 +50,7 @@ class ScriptedTexts(Drafter):
     def scripted(self, anchor: int, position: int) -> Proposal:
         known = [text for text in self.texts if position < len(text) and text[position] == anchor]
         assert known, (anchor, position)
-        M, K = self.config.num_proposals, self.config.top_k
+        M, K = self.slots[-1], self.config.top_k
         right = known[0][position + 1 : position + 1 + M]
         right = right + [0] * (M - len(right))
         others = [(right[0] + 7 * k) % VOCABULARY for k in range(1, K)]

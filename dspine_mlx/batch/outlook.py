@@ -1,0 +1,61 @@
+"""What the next round of a text may bring, from its last ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+ROUNDS = 8  # rounds of a text that are remembered
+FADING = 0.98  # of what is known of an average text, per round
+PRIOR, HOPE = 2.0, 0.8  # rounds' worth of belief in a first chance
+
+
+class Usual:
+    """Chances of a drafter's slots on an average text, each given that the one before is
+    accepted."""
+
+    def __init__(self, slots: int):
+        self.reached, self.passed = np.zeros(slots), np.zeros(slots)
+        self.update()
+
+    def update(self) -> None:
+        """A slot about which little is known is like the one before."""
+        chances, before = [], HOPE
+        for reached, passed in zip(self.reached.tolist(), self.passed.tolist(), strict=True):
+            before = (passed + PRIOR * before) / (reached + PRIOR)
+            chances.append(before)
+        self.chances = np.array(chances)
+
+    def learn(self, survival: Sequence[float]) -> None:
+        """A round's first slots had this survival."""
+        n = len(survival)
+        self.reached *= FADING
+        self.passed *= FADING
+        self.reached[:n] += np.array([1.0, *survival])[:n]
+        self.passed[:n] += survival
+        self.update()
+
+    def extended(self, survival: Sequence[float]) -> np.ndarray:
+        """Survival [M] of all slots, where a round had some of them: the others as usual."""
+        n = len(survival)
+        last = survival[-1] if n else 1.0
+        return np.concatenate([survival, last * self.chances[n:].cumprod()])
+
+
+class Outlook:
+    """Survival [R, M] of a text's last rounds, an average text's at first."""
+
+    def __init__(self, usual: Usual):
+        self.usual, self.next = usual, 0
+        self.rounds = np.tile(usual.extended([]), (ROUNDS, 1))
+
+    def learn(self, survival: Sequence[float]) -> None:
+        """A round's chances, corrected by its outcome."""
+        self.usual.learn(survival)
+        self.rounds[self.next] = self.usual.extended(survival)
+        self.next = (self.next + 1) % ROUNDS
+
+    def within(self, tokens: float) -> np.ndarray:
+        """The same where at most so many drafted tokens may be offered."""
+        if tokens >= self.rounds.shape[1]:
+            return self.rounds
+        return np.where(np.arange(self.rounds.shape[1]) < tokens, self.rounds, 0.0)

@@ -1,0 +1,216 @@
+"""The policy that chooses for several texts: whether to draft, how much, and what to verify."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from dspine_mlx.batch.costs import BatchCosts, BatchCurve, guess
+from dspine_mlx.batch.outlook import Outlook, Usual
+from dspine_mlx.batch.policy import BatchPolicy, FixedLength
+from dspine_mlx.batch.profile import batch_curves
+from dspine_mlx.batch.schedule import Plan, best, padded, planned
+from dspine_mlx.batch.text import BatchText
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.round.select import Draft
+from dspine_mlx.verify_length.budget import Budget
+from dspine_mlx.verify_length.calibration import mode_of, uncalibrated
+from dspine_mlx.verify_length.chances import Chances
+from dspine_mlx.verify_length.schedule import Schedule, prepare
+
+CHECK = 3  # plain steps that are timed before texts are drafted for in a new number
+FLOOR = 0.85  # speed of plain decoding that rounds leave every text, at least
+CREDIT, CAP = 1.0, 4.0  # tokens that a text may be behind that, at first and at most
+AGAIN = 8  # plain steps after which the next round is planned anew
+HOPE = 1.1  # gain that perfect drafts must reach for probes to be made
+
+
+@dataclass
+class Record:
+    """One text: its outlook, and how it fares."""
+
+    outlook: Outlook
+    credit: float = CREDIT  # tokens that it may still fall behind FLOOR
+    saved: float = 0.0  # plain steps that its rounds saved
+    rounds: int = 0
+    plain: int = 0  # steps
+
+    def advance(self, tokens: int, steps: float) -> None:
+        """It got so many tokens in the time of so many plain steps."""
+        self.credit = min(CAP, self.credit + tokens - FLOOR * steps)
+
+
+class Scheduled:
+    """Width and lengths by each text's own chances under measured costs, and parking.
+
+    A round is drafted where it is expected to gain, while `budget`, which counts plain steps as for
+    one text, is not spent, and where it leaves every text FLOOR of its plain speed; a text that
+    gets fewer tokens than the others so sets how often they are drafted for. While the batch is
+    parked, a round now and then shows whether drafting pays again.
+    """
+
+    needs_evidence = True
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        curves: Sequence[BatchCurve] = (),
+        shortens: bool = True,
+        keep: Callable[[BatchCosts], None] = lambda costs: None,
+    ):
+        """shortens: whether blocks may be narrower than the drafter's own; keep: called when a
+        text is over."""
+        curve = schedule.costs.curve
+        self.calibrations, self.keep = schedule.calibrations, keep
+        self.costs, self.budget = BatchCosts(curves or [guess(curve)]), Budget()
+        self.widest = len(curve.verify[0]) - 1
+        self.least = 1 if shortens else self.widest
+        self.usual = dict[str, Usual]()  # by mode
+        self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
+        self.check = 0  # plain steps left to be timed
+        self.plan: Plan | None = None  # of the next round; None: to be made
+        self.since = 0  # plain steps since it was made
+        self.gain = 1.0  # of the plan, over plain decoding
+        self.known: list[list[float]] = []  # chances of each text's slots in this round
+        self.depth = 0
+
+    def join(self, text: BatchText, texts: int, depth: int) -> None:
+        mode = mode_of(text.text.sampler)
+        calibration = self.calibrations.get(mode) or uncalibrated(self.widest)
+        text.chances = Chances(calibration)
+        usual = self.usual.setdefault(mode, Usual(self.widest))
+        self.records[text] = Record(Outlook(usual))
+        self.plan = None
+        self.budget.start_text(self.probe_share(texts, depth))
+        if not self.costs.plain_known(texts):
+            self.check = CHECK
+
+    def probe_share(self, texts: int, depth: int) -> float:
+        """A draft of all texts, in plain steps."""
+        seconds = self.costs.draft(texts, self.least, depth)
+        return seconds / self.costs.plain(texts, depth)
+
+    def plainly(self, texts: list[BatchText], depth: int) -> bool:
+        return self.check > 0 or not self.drafts(texts, depth, 0.0)
+
+    def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
+        return self.check > 1 or (self.check == 0 and not self.drafts(texts, depth, 1 - FLOOR))
+
+    def drafts(self, texts: list[BatchText], depth: int, more: float) -> bool:
+        """Whether to draft now, if each text has so much more credit."""
+        plan = self.planned(texts, depth)
+        if self.parked:
+            possible = self.perfect(len(texts), depth) > HOPE
+            return possible and self.budget.probe_due(self.probe_share(len(texts), depth))
+        steps = plan.seconds / self.costs.plain(len(texts), depth)
+        credits = np.array([self.records[text].credit for text in texts])
+        return bool((credits + more + plan.tokens >= FLOOR * steps).all())
+
+    @property
+    def parked(self) -> bool:
+        """Whether rounds have lost too much, or the next one is expected to lose."""
+        return self.budget.spent or self.gain <= 1
+
+    def perfect(self, texts: int, depth: int) -> float:
+        """Gain of the best round if every drafted token were accepted."""
+        plain, draft, verify = self.costs.steps(texts, depth)
+        tokens = np.arange(2, len(verify) + 1)
+        return float((tokens * plain / (draft + verify[1:]))[self.least - 1 :].max())
+
+    def planned(self, texts: list[BatchText], depth: int) -> Plan:
+        """The next round: planned after each round, when texts come or go, and now and then."""
+        if self.plan is None or len(self.plan.tokens) != len(texts) or self.since >= AGAIN:
+            plain, draft, verify = self.costs.steps(len(texts), depth)
+            survival = np.stack([self.records[t].outlook.within(t.left - 1) for t in texts])
+            value = plain / len(texts)
+            for _ in range(2):  # a token is worth what tokens take, by the plan itself
+                plan = planned(survival, draft, verify, value, self.least)
+                value = min(value, plan.seconds_per_token)
+            self.gain = plain / len(texts) / plan.seconds_per_token
+            self.plan, self.since = plan, 0
+        return self.plan
+
+    def slots(self, texts: list[BatchText], depth: int) -> int:
+        return self.planned(texts, depth).slots
+
+    def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
+        self.known, self.depth = [], depth
+        survival = []
+        for text, draft in zip(texts, drafts, strict=True):
+            evidence = draft.greedy_path or draft.evidence
+            assert evidence is not None
+            odds = text.chances.calibration.block_log_odds(evidence.log_odds())
+            self.known.append(text.chances.of(odds))
+            survival.append(list(accumulate(self.known[-1], mul))[: max(0, text.limit(draft))])
+        B, (plain, _, verify) = len(texts), self.costs.steps(len(texts), depth)
+        value = min(plain / B, self.planned(texts, depth).seconds_per_token)
+        return best(padded(survival), lambda rows: verify[rows // B - 1], value)[0]
+
+    def learn(
+        self,
+        texts: list[BatchText],
+        lengths: list[int],
+        accepted: list[int],
+        drafting: float,
+        verifying: float,
+    ) -> None:
+        for text, known, length, n in zip(texts, self.known, lengths, accepted, strict=True):
+            for slot in range(min(length, n + 1)):
+                text.chances.update(slot, known[slot], float(slot < n))
+            text.chances.round_over()
+            self.records[text].outlook.learn(list(accumulate(known, mul)))
+        B, depth, slots = len(texts), self.depth, max(map(len, self.known))
+        self.costs.learn_round(B, slots, 1 + max(lengths), drafting, verifying, depth)
+        plain = self.costs.plain(B, depth)
+        seconds = self.costs.draft(B, slots, depth)
+        steps = (seconds + self.costs.verify(B, 1 + max(lengths), depth)) / plain
+        for text, n in zip(texts, accepted, strict=True):
+            record = self.records[text]
+            record.advance(1 + n, steps)
+            record.rounds, record.saved = record.rounds + 1, record.saved + 1 + n - steps
+        self.book(1 + sum(accepted) / B - steps)
+        self.plan = None
+
+    def book(self, gain: float) -> None:
+        """A round won so many plain steps, or lost them; while parked it was a probe."""
+        if self.parked:
+            self.budget.since = 0
+        (self.budget.probe_over if self.budget.spent else self.budget.round_over)(gain)
+
+    def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None:
+        if seconds is not None:
+            self.costs.learn_plain(len(texts), seconds, depth)
+        for text in texts:
+            self.records[text].plain += 1
+            self.records[text].advance(1, 1.0)
+        self.check = max(0, self.check - 1)
+        self.budget.since += 1
+        self.since += 1
+
+    def plain_seconds(self, texts: int, depth: int) -> float | None:
+        return self.costs.plain(texts, depth)
+
+    def verdict(self, text: BatchText) -> str:
+        self.keep(self.costs)
+        record = self.records[text]
+        saved = "saved" if record.saved >= 0 else "lost"
+        sums = f"its rounds {saved} the time of {abs(record.saved):.1f} plain tokens"
+        if not record.rounds:
+            return "not drafted: among so many texts plain decoding was expected to be faster"
+        if not record.plain:
+            return f"drafted throughout, with others: {sums}"
+        return f"drafted with others but for {record.plain} tokens: {sums}"
+
+
+def batch_policy(verify_length: int | str, drafter: Drafter) -> BatchPolicy:
+    """The policy that `verify_length` names: a number of tokens, or "auto"."""
+    if isinstance(verify_length, int):
+        return FixedLength(min(verify_length, drafter.config.num_proposals))
+    schedule = drafter.schedule or prepare(drafter)
+    if schedule.batch is None:
+        curves, keep = batch_curves(drafter, schedule)
+        schedule.batch = Scheduled(schedule, curves, drafter.config.causal_block, keep)
+    return schedule.batch

@@ -88,11 +88,15 @@ class Call:
         self.round_started = now
 
     @property
+    def steps_alone(self) -> int:
+        """Rounds and plain steps that it had to itself."""
+        return max(0, self.statistics.rounds + self.statistics.plain - self.shared_steps)
+
+    @property
     def texts_per_step(self) -> float:
         """Texts that its steps were shared by, itself included: the mean over all steps."""
-        alone = self.statistics.rounds + self.statistics.plain - self.shared_steps
-        steps = max(0, alone) + self.shared_steps
-        return (max(0, alone) + self.shared_texts) / steps if steps else 1.0
+        steps = self.steps_alone + self.shared_steps
+        return (self.steps_alone + self.shared_texts) / steps if steps else 1.0
 
     def progress(self, done: int, total: int) -> None:
         """Record progress on the prompt; mlx_lm's batches report all of it before the first

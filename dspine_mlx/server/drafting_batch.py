@@ -17,7 +17,8 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, wired_limit
 
 from dspine_mlx.batch.batch import Batch
 from dspine_mlx.batch.plain import decode_plainly
-from dspine_mlx.batch.policy import BatchPolicy, FixedLength, Scheduled, batch_policy
+from dspine_mlx.batch.policy import BatchPolicy, FixedLength
+from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.batch.speculate import speculate
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
@@ -111,8 +112,9 @@ class DraftingBatch:
     @property
     def prompt_cache_nbytes(self) -> int:
         own = [job.text.prompt_cache for job in self.jobs.values() if job.text is not None]
-        shared = self.batch.target.nbytes + sum(c.nbytes for c in self.batch.context.cache)
-        return shared + sum(c.nbytes for caches in own for c in caches)
+        drafters = [group.context.cache for group in self.batch.groups]
+        target = sum(group.target.nbytes for group in self.batch.groups)
+        return target + sum(c.nbytes for caches in [*own, *drafters] for c in caches)
 
     def close(self) -> None:
         self.wired.close()
@@ -163,9 +165,8 @@ class DraftingBatch:
             return None if schedule is None else schedule.costs.plain(self.alone.text.position)
         if not self.batch.texts:
             return None
-        if isinstance(self.policy, Scheduled):
-            return self.policy.costs.plain(len(self.batch.texts), self.batch.depth)
-        return self.round_seconds
+        known = self.policy.plain_seconds(len(self.batch.texts), self.batch.depth)
+        return self.round_seconds if known is None else known
 
     def admit(self) -> None:
         """Start texts whose prompts are done: one by itself, several together."""
@@ -219,7 +220,7 @@ class DraftingBatch:
         texts, clock = list(self.batch.texts), time.perf_counter()
         policy = self.policy_for(texts)
         last = all(text.left < 2 for text in texts)  # nothing is drafted for a last token
-        plainly = policy.plainly(len(texts), self.batch.depth) or last
+        plainly = policy.plainly(texts, self.batch.depth) or last
         blocks = (decode_plainly if plainly else speculate)(self.batch, policy)
         self.round_seconds = time.perf_counter() - clock
         owners = {job.shared: job for job in self.jobs.values() if job.shared is not None}
@@ -269,6 +270,7 @@ class DraftingBatch:
         """Take a text out of the batch; its caches hold all of its last block."""
         assert job.shared is not None
         warn_of_misfit(job.shared.text)
+        job.call.statistics.verdict = self.policy.verdict(job.shared)
         caches = self.batch.leave(job.shared, with_caches=True)
         assert caches is not None
         return caches

@@ -14,6 +14,8 @@ from mlx_lm import server as host
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from dspine_mlx.batch.generation import why_alone
+from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
@@ -173,6 +175,8 @@ class Provider(host.ModelProvider):
                 drafter = load_drafter(path, self.model, kernels=self.options.kernels)
                 auto = self.options.verify_length == "auto"
                 prepare(drafter, profile=self.options.profile and auto)
+                if why_alone(drafter) is None:
+                    batch_policy(self.options.verify_length, drafter)  # it may measure, too
             except InputError as error:
                 raise FieldError("draft_model", str(error)) from error
             self.drafters, self.replaced = {path: drafter}, True

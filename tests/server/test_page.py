@@ -170,7 +170,7 @@ def test_a_browser_shows_the_figures(server: Server, tmp_path: Path, width: int)
     assert re.search(r'id="per-round">\d+\.\d\d<', shown)
     assert re.search(r'id="accepted">\d+ of \d+ drafted tokens accepted<', shown)
     assert "<rect" in shown
-    assert re.search(r"<tr[^>]*><td>[^<]+</td><td>speculative</td><td>200</td>", shown)
+    assert re.search(r"<tr[^>]*><td>[^<]+</td><td>speculative</td><td>1.0</td><td>200</td>", shown)
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

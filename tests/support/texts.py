@@ -43,6 +43,7 @@ class ScriptedTexts(Drafter):
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[Any]) -> Proposal:
         """For a text that is decoded alone."""
+        self.slots.append(self.config.num_proposals)
         if features.shape[1]:
             self.extend(features, cache)
         return self.scripted(int(mx.array(anchor).item()), cache[0].offset)

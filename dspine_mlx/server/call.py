@@ -93,10 +93,11 @@ class Call:
         return max(0, self.statistics.rounds + self.statistics.plain - self.shared_steps)
 
     @property
-    def texts_per_step(self) -> float:
-        """Texts that its steps were shared by, itself included: the mean over all steps."""
+    def texts_per_step(self) -> float | None:
+        """Texts that its steps were shared by, itself included: the mean over all steps. None:
+        mlx_lm's own batches don't say."""
         steps = self.steps_alone + self.shared_steps
-        return (self.steps_alone + self.shared_texts) / steps if steps else 1.0
+        return (self.steps_alone + self.shared_texts) / steps if steps else None
 
     def progress(self, done: int, total: int) -> None:
         """Record progress on the prompt; mlx_lm's batches report all of it before the first
@@ -117,10 +118,10 @@ class Call:
 
     def usage(self) -> dict[str, Any]:
         """The response's `usage.dspine`."""
-        s = self.statistics
+        s, texts = self.statistics, self.texts_per_step
         return {
             "path": self.path,
-            "texts_per_step": round(self.texts_per_step, 2),
+            "texts_per_step": None if texts is None else round(texts, 2),
             "rounds": s.rounds,
             "acceptance_length": round(s.acceptance_length, 3),
             "drafted": s.drafted,
@@ -149,7 +150,7 @@ class Call:
         ]
         if self.speed is not None:
             words.append(f"{self.speed:.1f} tokens/s")
-        if self.shared_steps:
+        if self.shared_steps and self.texts_per_step is not None:
             words.append(f"{self.texts_per_step:.1f} texts per step")
         if self.statistics.rounds:
             words.append(f"{self.statistics.acceptance_length:.2f} tokens per round")

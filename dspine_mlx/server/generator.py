@@ -29,14 +29,13 @@ from dspine_mlx.server.decoding import (
     own_sampler,
     random_state,
     reasoning,
-    text_settings,
     try_sampling,
 )
 from dspine_mlx.server.drafting_batch import DraftingBatch
 from dspine_mlx.server.failure import CLIENT_GONE, Failed, failed
 from dspine_mlx.server.grammar import constraint
 from dspine_mlx.server.images import image_parts
-from dspine_mlx.server.job import Job
+from dspine_mlx.server.job import Job, job_of
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
@@ -206,22 +205,34 @@ class ResponseGenerator(host.ResponseGenerator):
         return self.calls.take(reply, request, args)
 
     def choose_path(self, args: Arguments) -> None:
-        """Requests of one target share a batch; one that is not drafted for is a text among them.
-        mlx_lm's own batches serve requests without a drafter while nobody is drafted for, and
-        several requests of a pair that drafts for one text at a time. The rest is decoded in turn.
-        """
-        call, provider = args.call, self.model_provider
-        wanted = provider.draft_for(args.model)
+        """Choose the drafter whose batch a request joins; None is mlx_lm's own batch. A request
+        that can't be batched is decoded in turn."""
+        call = args.call
+        wanted = self.model_provider.draft_for(args.model)
         call.drafted = wanted is not None and call.verify_length != 0
-        shared = wanted or provider.draft_for(replace(args.model, draft=DEFAULT))
-        choices = [shared, None] if wanted or self.drafting else [None, shared]
-        for draft in choices[:1] if call.drafted and len(self.calls) == 1 else choices:
+        for draft in self.batches_for(args, wanted):
             args.model = replace(args.model, draft=draft)
             if self._is_batchable(args):
                 call.path = "batched"
                 return
         call.path = "speculative" if call.drafted else "plain"
         args.model = replace(args.model, draft=wanted if call.drafted else None)
+
+    def batches_for(self, args: Arguments, wanted: str | None) -> list[str | None]:
+        """Drafters of batches that a request may join, the best first.
+
+        A batch at work takes all requests for its model: whoever drafts, a text is the target's
+        own, and one without a drafter is never drafted for. Otherwise mlx_lm's batches serve those
+        without a drafter, and several requests of a pair that drafts for one text at a time.
+        """
+        provider = self.model_provider
+        if self.drafting:
+            return [wanted, provider.model_key[2]]
+        if wanted is None:
+            return [None, provider.draft_for(replace(args.model, draft=DEFAULT))]
+        loaded = provider.loaded_drafter(replace(args.model, draft=wanted)) is not None
+        busy = loaded and len(self.calls) > 1
+        return [wanted, None] if busy or not args.call.drafted else [wanted]
 
     @property
     def drafting(self) -> bool:
@@ -244,38 +255,13 @@ class ResponseGenerator(host.ResponseGenerator):
         if drafter is None:
             return STOCK(model, **options)
         keep = partial(self.prompt_cache.insert_cache, self.model_provider.model_key)
-        batch = DraftingBatch(drafter, self.options, self.job, keep, **options)
+        batch = DraftingBatch(drafter, self.options, self.new_job, keep, **options)
         self.batch = weakref.ref(batch)
         return batch
 
-    def job(
-        self,
-        uid: int,
-        segments: list[list[list[int]]],
-        max_tokens: list[int],
-        caches: list[Any],
-        all_tokens: list[list[int]],
-        samplers: list[Any],
-        logits_processors: list[list[Any]],
-        stop_sequences: list[Any],
-    ) -> Job:
-        """The request that has just been tokenised. Lists have one entry."""
-        args, tokenizer = self.arriving, self.model_provider.tokenizer
-        prompt = [token for segment in segments[0] for token in segment]
-        tokens, stops = [*all_tokens[0], *prompt], tokenizer.eos_token_ids
-        key = self.model_provider.model_key
-        assert args.call.reply is not None
-        return Job(
-            uid,
-            args.call.reply,
-            mx.array(prompt, mx.uint32),
-            tokens,
-            max_tokens[0],
-            caches[0],
-            self.prompt_cache.checkpoints(key, tokens, prompt, stops),
-            text_settings(args, tokenizer, samplers[0], logits_processors[0]),
-            stop_sequences[0].matcher(),
-        )
+    def new_job(self, uid: int, **request: list[Any]) -> Job:
+        """The request that has just been tokenised."""
+        return job_of(uid, self.arriving, self.model_provider, self.prompt_cache, request)
 
     def _tokenize(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> Any:
         call, provider = args.call, self.model_provider

@@ -15,7 +15,9 @@ from dspine_mlx.round.decode import decode_text, warn_of_misfit
 from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.text import Checkpoints, Text, Token
 from dspine_mlx.server.call import Call, Reply
-from dspine_mlx.server.decoding import TextSettings, random_state
+from dspine_mlx.server.decoding import Arguments, TextSettings, random_state, text_settings
+from dspine_mlx.server.prompt_cache import PromptCache
+from dspine_mlx.server.provider import Provider
 from dspine_mlx.server.stops import TokenMatcher
 from dspine_mlx.verify_length.schedule import policy_for
 
@@ -110,6 +112,32 @@ class Job:
     def all_tokens(self) -> list[int]:
         """Those that the caches of its text hold."""
         return [*self.tokens, *(token for token, *_ in self.ready)]
+
+
+def job_of(
+    uid: int,
+    args: Arguments,
+    provider: Provider,
+    prompt_cache: PromptCache,
+    request: dict[str, list[Any]],
+) -> Job:
+    """A job of what mlx_lm.server inserts into its BatchGenerator; the lists have one entry."""
+    tokenizer = provider.tokenizer
+    prompt = [token for segment in request["segments"][0] for token in segment]
+    tokens, stops = [*request["all_tokens"][0], *prompt], tokenizer.eos_token_ids
+    sampler, processors = request["samplers"][0], request["logits_processors"][0]
+    assert args.call.reply is not None
+    return Job(
+        uid,
+        args.call.reply,
+        mx.array(prompt, mx.uint32),
+        tokens,
+        request["max_tokens"][0],
+        request["caches"][0],
+        prompt_cache.checkpoints(provider.model_key, tokens, prompt, stops),
+        text_settings(args, tokenizer, sampler, processors),
+        request["stop_sequences"][0].matcher(),
+    )
 
 
 class Alone:

@@ -201,7 +201,7 @@ class Soak:
         if not reply.events:
             told = reply.body["usage"]["dspine"]
             self.note(told["path"])
-            if told["texts_per_step"] >= 2:
+            if (told["texts_per_step"] or 1) >= 2:
                 self.note("shared")
         return self.note("compared")
 

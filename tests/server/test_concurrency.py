@@ -1,6 +1,7 @@
 """Replies to requests that come together are those of plain decoding by mlx-lm, each alone."""
 
 import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_mixed_requests_at_once(shipped: Server) -> None:
         assert reply.status == 200
         assert text_of(reply) == draw.reference.reply(body), body
     told = [reply.body["usage"]["dspine"] for reply in replies if not reply.events]
-    assert max(usage["texts_per_step"] for usage in told) > 2
+    assert max(usage["texts_per_step"] or 0 for usage in told) > 2
     assert sum(usage["path"] == "batched" for usage in told) > len(told) / 2
 
 
@@ -84,3 +85,41 @@ def test_targets_with_recurrent_layers_and_windows(tmp_path: Path, family: str) 
                 plain = plain_steps(model, tokenizer, tokenizer.encode(prompts[i]), max_tokens=9)
                 assert ids == [token for token, _ in plain]
                 prompts[i] += reply.body["choices"][0]["text"] + more
+
+
+def test_a_target_that_can_not_share_forwards_is_drafted_for_in_turn(tmp_path: Path) -> None:
+    target, drafter, _ = save_pair(tmp_path, "llama4", build("llama4"))
+    check_in_turn(tmp_path, "--model", target, "--draft-model", drafter)
+
+
+def test_quantised_caches_are_drafted_for_in_turn(tmp_path: Path) -> None:
+    check_in_turn(tmp_path, "--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0")
+
+
+def check_in_turn(folder: Path, *flags: str) -> None:
+    bodies = [{"prompt": f"Maria has {n} stamps", "max_tokens": 9} for n in range(CLIENTS)]
+    with serving("dspine_mlx.server", folder, "--verify-length", "3", *flags) as server:
+        alone = [text_of(server.request(COMPLETIONS, body)) for body in bodies]
+        replies = at_once(server, COMPLETIONS, bodies)
+    assert [text_of(reply) for reply in replies] == alone
+    assert {reply.body["usage"]["dspine"]["path"] for reply in replies} == {"speculative"}
+
+
+def test_a_request_with_another_drafter_ends_nobody(tmp_path: Path) -> None:
+    model = build("qwen3")
+    target, drafter, tokenizer = save_pair(tmp_path, "qwen3", model)
+    other = str(shutil.copytree(drafter, tmp_path / "other"))
+    flags = ("--model", target, "--draft-model", drafter, "--verify-length", "3")
+    bodies: list[dict[str, Any]] = [
+        {"prompt": f"Maria has {n} stamps", "max_tokens": 30, "logprobs": True} for n in range(9)
+    ]
+    for body in bodies[2::3]:
+        body["draft_model"] = other
+    with serving("dspine_mlx.server", tmp_path, *flags) as server:
+        replies = at_once(server, COMPLETIONS, bodies)
+    for body, reply in zip(bodies, replies, strict=True):
+        ids = [t["id"] for t in reply.body["choices"][0]["logprobs"]["content"]]
+        plain = plain_steps(model, tokenizer, tokenizer.encode(body["prompt"]), max_tokens=30)
+        assert ids == [token for token, _ in plain]
+        assert reply.body["usage"]["dspine"]["drafted"] > 0
+        assert reply.body["usage"]["dspine"]["path"] != "plain"

@@ -210,7 +210,7 @@ def test_a_text_alone_is_decoded_as_ever_and_joins_the_next_one(
     assert [same_steps(done.steps[i], plain[i]) for i in (0, 1)] == [True, True]
     assert {job.call.path for job in done.jobs.values()} == {"batched"}
     first, second = (done.jobs[i].call for i in (0, 1))
-    assert second.texts_per_step > first.texts_per_step > 1
+    assert (second.texts_per_step or 0) > (first.texts_per_step or 0) > 1
     assert second.usage()["accepted"] > 0
 
 

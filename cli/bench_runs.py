@@ -188,8 +188,8 @@ def concurrent(
             steps = compare_modes(asked, modes, messages, requests, settings["repeat"])
             measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])
             if measured is not None:
-                ways = [measured.summary(mode) for mode in measured.modes]
-                result = {"requests": requests, "ways": ways, "dropped": measured.dropped}
+                rows = [measured.summary(mode) for mode in measured.modes]
+                result = {"requests": requests, "ways": rows, "dropped": measured.dropped}
                 show_batches(result)
                 yield result
             if not finished:

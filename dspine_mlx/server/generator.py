@@ -213,7 +213,7 @@ class ResponseGenerator(host.ResponseGenerator):
         for draft in self.batches_for(args, wanted):
             args.model = replace(args.model, draft=draft)
             if self._is_batchable(args):
-                call.path = "batched"
+                call.path, call.drafted = "batched", call.drafted and draft is not None
                 return
         call.path = "speculative" if call.drafted else "plain"
         args.model = replace(args.model, draft=wanted if call.drafted else None)
@@ -221,15 +221,18 @@ class ResponseGenerator(host.ResponseGenerator):
     def batches_for(self, args: Arguments, wanted: str | None) -> list[str | None]:
         """Drafters of batches that a request may join, the best first.
 
-        A batch at work takes all requests for its model: whoever drafts, a text is the target's
-        own, and one without a drafter is never drafted for. Otherwise mlx_lm's batches serve those
-        without a drafter, and several requests of a pair that drafts for one text at a time.
+        A batch at work takes all requests for its model, so that none has to wait: whoever drafts,
+        a text is the target's own, and one without a drafter is never drafted for. Otherwise
+        mlx_lm's batches serve those without a drafter, and several requests of a pair that drafts
+        for one text at a time.
         """
-        provider = self.model_provider
+        provider, own = self.model_provider, args.call.verify_length
         if self.drafting:
             return [wanted, provider.model_key[2]]
-        if wanted is None:
-            return [None, provider.draft_for(replace(args.model, draft=DEFAULT))]
+        if self.plain_batch:
+            return [None, wanted]
+        if wanted is None or own == self.options.verify_length == 0:
+            return [None, wanted or provider.draft_for(replace(args.model, draft=DEFAULT))]
         loaded = provider.loaded_drafter(replace(args.model, draft=wanted)) is not None
         busy = loaded and len(self.calls) > 1
         return [wanted, None] if busy or not args.call.drafted else [wanted]
@@ -239,6 +242,12 @@ class ResponseGenerator(host.ResponseGenerator):
         """Whether requests are at work that share a drafter."""
         batch = self.batch()
         return batch is not None and bool(batch.jobs)
+
+    @property
+    def plain_batch(self) -> bool:
+        """Whether a batch of mlx_lm's own is at work."""
+        running = [args for *_, args in self.calls.in_progress()]
+        return any(args.call.path == "batched" and args.model.draft is None for args in running)
 
     def _is_batchable(self, args: Arguments) -> bool:
         if args.call.alone:

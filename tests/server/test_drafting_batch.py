@@ -214,6 +214,44 @@ def test_a_text_alone_is_decoded_as_ever_and_joins_the_next_one(
     assert second.usage()["accepted"] > 0
 
 
+@dataclass
+class EndsAfter:
+    """A stop string that is complete after so many tokens."""
+
+    tokens: int
+
+    def advance(self, token: int) -> bool:
+        self.tokens -= 1
+        return self.tokens == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("stop", [1, 2, 3, 7])
+def test_a_stop_string_within_a_block_ends_the_reply(
+    model: nn.Module, tokenizer: TokenizerWrapper, stop: int, together: bool
+) -> None:
+    """All drafts are right, so blocks have five tokens. The caches hold what the key says."""
+    asked = [Asked(random_prompt(9), 30), Asked(random_prompt(14, seed=2), 30)]
+    plain = [one.plain(model, tokenizer) for one in asked]
+    batch = new_batch(known(model, asked, plain, "right"), 4, [])
+    for one in asked[: 1 + together]:
+        batch.insert_segments(asked=[one])
+    job = batch.jobs[0]
+    job.stops = EndsAfter(stop)
+    said: list[list[Any]] = [[], []]
+    while batch.jobs:
+        for r in batch.next()[1]:
+            said[r.uid].append(r)
+    last = said[0][-1]
+    assert (len(said[0]), last.finish_reason) == (stop, "stop")
+    whole = asked[0].prompt + [token for token, _ in plain[0]]
+    assert last.all_tokens[: 9 + stop] == whole[: 9 + stop] == job.tokens
+    assert last.all_tokens == whole[: len(last.all_tokens)]
+    assert [c.offset for c in last.prompt_cache] == [len(last.all_tokens)] * len(last.prompt_cache)
+    if together:
+        assert [r.token for r in said[1]] == [token for token, _ in plain[1]]
+
+
 def test_one_failing_text_leaves_alone(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
     calls = 0
 

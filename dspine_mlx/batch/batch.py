@@ -15,7 +15,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.text import Text
 
-PADDING = 2.0  # times the room that its texts would take alone, a group's keys may take
+PADDING = 1.5  # times the room that its texts would take alone, a group's keys may take
 SHORT = 1024  # positions up to which texts share a group, however different
 
 

@@ -52,49 +52,66 @@ def guess(curve: Curve) -> BatchCurve:
 
 
 def between(known: Sequence[BatchCurve], texts: int) -> BatchCurve:
-    """So many texts' curve, from those of fewer and of more; beyond the most texts known, rows go
-    on as a line."""
+    """So many texts' curve, from those of fewer and of more, each where it knows so many rows;
+    beyond the most texts known, rows go on as a line."""
     fewer = max((one for one in known if one.texts <= texts), key=lambda one: one.texts)
     if fewer.texts == texts:
         return fewer
     at_least = (one for one in known if one.texts >= texts)
     more = min(at_least, key=lambda one: one.texts, default=fewer)
     share = (texts - fewer.texts) / max(1, more.texts - fewer.texts)
+    widths = np.arange(1, len(fewer.shares) + 2)
+    weights = np.full(len(widths), share)
+    if more is not fewer:
+        weights[texts * widths < more.texts] = 0.0
+        weights[texts * widths > fewer.texts * widths[-1]] = 1.0
     low, high = (
-        [(1 - share) * a + share * b for a, b in zip(*pair, strict=True)]
-        for pair in zip(as_if(fewer, texts), as_if(more, texts), strict=True)
+        Steps(
+            (1 - share) * a.plain + share * b.plain,
+            (1 - weights[1:]) * a.draft + weights[1:] * b.draft,
+            (1 - weights) * a.verify + weights * b.verify,
+        )
+        for a, b in zip(as_if(fewer, texts), as_if(more, texts), strict=True)
     )
     curve = replace(
         fewer.curve,
-        plain=(float(low[0]), float(high[0])),
-        draft=(float(low[1][-1]), float(high[1][-1])),
-        verify=(tuple(low[2].tolist()), tuple(high[2].tolist())),
+        plain=(low.plain, high.plain),
+        draft=(float(low.draft[-1]), float(high.draft[-1])),
+        verify=(tuple(low.verify.tolist()), tuple(high.verify.tolist())),
     )
-    return BatchCurve(texts, curve, tuple((low[1] / low[1][-1]).tolist()))
+    return BatchCurve(texts, curve, tuple((low.draft / low.draft[-1]).tolist()))
 
 
-def as_if(one: BatchCurve, texts: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Seconds of so many texts' steps, plain, [M] drafts and [M + 1] forwards, if only the rows in
-    all counted; at both depths."""
+def as_if(one: BatchCurve, texts: int) -> list[Steps]:
+    """Steps of so many texts if only the rows in all counted, at both depths."""
     curve, widths, found = one.curve, np.arange(1, len(one.shares) + 2), []
     for plain, draft, verify in zip(curve.plain, curve.draft, curve.verify, strict=True):
         forwards = on_line(one.texts * widths, np.array(verify), texts * widths)
         rows, shares = widths[1:], np.array(one.shares)
         drafts = on_line(one.texts * rows, draft * shares, texts * rows)
-        found.append((plain / verify[0] * forwards[0], drafts, forwards))
+        found.append(Steps(plain / verify[0] * float(forwards[0]), drafts, forwards))
     return found
 
 
 def on_line(rows: np.ndarray, seconds: np.ndarray, at: np.ndarray) -> np.ndarray:
     """Seconds at other rows: straight lines between those known, and on beyond both ends, but never
-    below half of the least."""
+    below a tenth of the least."""
     inside = np.interp(at, rows, seconds)
     if len(rows) == 1:
         return inside
     rise = max(0.0, (seconds[-1] - seconds[0]) / (rows[-1] - rows[0]))
     first = max(0.0, (seconds[1] - seconds[0]) / (rows[1] - rows[0]))
     beyond = rise * np.maximum(0, at - rows[-1]) - first * np.maximum(0, rows[0] - at)
-    return np.maximum(inside + beyond, 0.5 * seconds.min())
+    return np.maximum(inside + beyond, 0.1 * seconds.min())
+
+
+def drafts_of(one: BatchCurve) -> Curve:
+    """Drafts of 1 .. M tokens as a curve of their own, so that each width is corrected by real
+    drafts; its first width stands for no tokens."""
+    low, high = ([draft * share for share in one.shares] for draft in one.curve.draft)
+    first = (low[0], high[0])
+    verify = ((low[0], *low), (high[0], *high))
+    return replace(one.curve, plain=first, draft=first, verify=verify)
 
 
 class BatchCosts:
@@ -102,60 +119,66 @@ class BatchCosts:
 
     def __init__(self, known: Sequence[BatchCurve]):
         self.known = list(known)
-        self.curves = dict[int, BatchCurve]()  # of the numbers of texts that there have been
-        self.costs = dict[int, Costs]()
+        self.forwards = dict[int, Costs]()  # by the numbers of texts that there have been
+        self.drafts = dict[int, Costs]()
 
-    def of(self, texts: int) -> Costs:
-        """Costs of so many texts; at first corrected like those of the nearest number."""
-        if texts not in self.costs:
-            self.curves[texts] = between(self.known, texts)
-            new = Costs(self.curves[texts].curve)
-            if self.costs:
-                nearest = min(self.costs, key=lambda n: abs(n - texts))
-                new.x[:] = self.costs[nearest].x
-            self.costs[texts] = new
-        return self.costs[texts]
+    def of(self, texts: int) -> tuple[Costs, Costs]:
+        """Costs of forwards, and of drafts, over so many texts; at first corrected like those of
+        the nearest number."""
+        if texts not in self.forwards:
+            one = between(self.known, texts)
+            new = Costs(one.curve), Costs(drafts_of(one))
+            if self.forwards:
+                nearest = min(self.forwards, key=lambda n: abs(n - texts))
+                for costs, like in zip(new, self.of(nearest), strict=True):
+                    costs.x[:] = like.x
+            self.forwards[texts], self.drafts[texts] = new
+        return self.forwards[texts], self.drafts[texts]
 
     def plain(self, texts: int, depth: int) -> float:
         """Seconds of a step of plain decoding."""
-        return self.of(texts).plain(depth)
+        return self.of(texts)[0].plain(depth)
 
     def draft(self, texts: int, slots: int, depth: int) -> float:
-        return self.of(texts).draft(depth) * self.curves[texts].shares[slots - 1]
+        return self.of(texts)[1].verify(depth)[slots]
 
     def verify(self, texts: int, width: int, depth: int) -> float:
         """Seconds of a forward over `width` rows of each text."""
-        return self.of(texts).verify(depth)[width - 1]
+        return self.of(texts)[0].verify(depth)[width - 1]
 
     def steps(self, texts: int, depth: int) -> Steps:
-        plain, *verify, draft = self.of(texts).predict(depth)
-        return Steps(plain, draft * np.array(self.curves[texts].shares), np.array(verify))
+        forwards, drafts = self.of(texts)
+        verify, draft = np.array(forwards.verify(depth)), np.array(drafts.verify(depth)[1:])
+        return Steps(forwards.plain(depth), draft, verify)
 
     def plain_known(self, texts: int) -> bool:
         """Whether a plain step of about so many texts was timed."""
-        timed = (n for n, costs in self.costs.items() if costs.seen["plain"])
+        timed = (n for n, costs in self.forwards.items() if costs.seen["plain"])
         return any(n <= 2 * texts <= 4 * n for n in timed)
 
     def learn_plain(self, texts: int, seconds: float, depth: int) -> None:
-        self.of(texts).observe_plain(seconds, depth)
+        self.of(texts)[0].observe_plain(seconds, depth)
 
     def learn_round(
         self, texts: int, slots: int, width: int, drafting: float, verifying: float, depth: int
     ) -> None:
-        costs = self.of(texts)
-        costs.observe_round(
-            drafting / self.curves[texts].shares[slots - 1], verifying, width, depth
-        )
+        forwards, drafts = self.of(texts)
+        forwards.observe("verify", width, verifying, depth)
+        drafts.observe("verify", slots + 1, drafting, depth)
 
     @property
     def disturbed(self) -> bool:
         """Whether times scatter so much that they should not be kept."""
-        return any(costs.disturbed for costs in self.costs.values())
+        return any(costs.disturbed for costs in self.forwards.values())
 
     def learnt(self) -> list[BatchCurve]:
         """All curves that are known, corrected where there have been real steps."""
-        corrected = [
-            replace(self.curves[n], curve=costs.learnt()) for n, costs in self.costs.items()
-        ]
-        others = [one for one in self.known if one.texts not in self.costs]
+        corrected = [self.corrected(texts) for texts in self.forwards]
+        others = [one for one in self.known if one.texts not in self.forwards]
         return sorted([*corrected, *others], key=lambda one: one.texts)
+
+    def corrected(self, texts: int) -> BatchCurve:
+        curve, drafts = (costs.learnt() for costs in self.of(texts))
+        low, high = drafts.verify
+        shares = tuple(seconds / low[-1] for seconds in low[1:])
+        return BatchCurve(texts, replace(curve, draft=(low[-1], high[-1])), shares)

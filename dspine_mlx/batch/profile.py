@@ -146,9 +146,19 @@ def batch_curves(
     curves = read(drafter)
     if not curves:
         curves = measure(drafter, schedule.costs.learnt())
-        if schedule.keep:
+        if contradiction(curves):
+            curves = measure(drafter, schedule.costs.learnt())
+        if contradiction(curves):
+            log.warning("the measured costs are not kept: %s", contradiction(curves))
+        elif schedule.keep:
             write(drafter, curves)
     return curves, Keeper(drafter) if schedule.keep else lambda costs: None
+
+
+def contradiction(curves: list[BatchCurve]) -> str:
+    """A sign, in words, of other programs running while they were measured; else ""."""
+    said = (one.curve.contradiction() for one in curves)
+    return next((words for words in said if words), "")
 
 
 class Keeper:
@@ -181,8 +191,8 @@ def read(drafter: Drafter) -> list[BatchCurve]:
             for one in curves:
                 if len(one.shares) != drafter.config.num_proposals:
                     raise InputError("it has another number of drafted tokens")
-                if one.curve.contradiction():
-                    raise InputError(one.curve.contradiction())
+            if contradiction(curves):
+                raise InputError(contradiction(curves))
     except InputError as error:
         log.warning("%s can't be used (%s); these costs are measured again", path, error)
         return []

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dspine_mlx.batch.costs import BatchCosts, BatchCurve, guess
-from dspine_mlx.batch.outlook import Outlook, Usual
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength
 from dspine_mlx.batch.profile import batch_curves
+from dspine_mlx.batch.prospects import Average, Prospects
 from dspine_mlx.batch.schedule import Plan, best, padded, planned
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
@@ -30,9 +30,9 @@ HOPE = 1.1  # gain that perfect drafts must reach for probes to be made
 
 @dataclass
 class Record:
-    """One text: its outlook, and how it fares."""
+    """One text: its prospects, and how it fares."""
 
-    outlook: Outlook
+    prospects: Prospects
     credit: float = CREDIT  # tokens that it may still fall behind FLOOR
     saved: float = 0.0  # plain steps that its rounds saved
     rounds: int = 0
@@ -68,43 +68,70 @@ class Scheduled:
         self.costs, self.budget = BatchCosts(curves or [guess(curve)]), Budget()
         self.widest = len(curve.verify[0]) - 1
         self.least = 1 if shortens else self.widest
-        self.usual = dict[str, Usual]()  # by mode
+        self.average = dict[str, Average]()  # by mode
         self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
         self.check = 0  # plain steps left to be timed
         self.plan: Plan | None = None  # of the next round; None: to be made
         self.since = 0  # plain steps since it was made
         self.gain = 1.0  # of the plan, over plain decoding
+        self.probing = False  # the next round is to show whether drafting pays
+        self.wider = 0  # its block
         self.known: list[list[float]] = []  # chances of each text's slots in this round
+        self.odds: list[list[float]] = []  # what they come from
         self.depth = 0
 
     def join(self, text: BatchText, texts: int, depth: int) -> None:
         mode = mode_of(text.text.sampler)
         calibration = self.calibrations.get(mode) or uncalibrated(self.widest)
         text.chances = Chances(calibration)
-        usual = self.usual.setdefault(mode, Usual(self.widest))
-        self.records[text] = Record(Outlook(usual))
+        average = self.average.setdefault(mode, Average(self.widest))
+        self.records[text] = Record(Prospects(average))
         self.plan = None
-        self.budget.start_text(self.probe_share(texts, depth))
+        draft = self.costs.draft(texts, self.least, depth)
+        self.budget.start_text(draft / self.costs.plain(texts, depth))
         if not self.costs.plain_known(texts):
             self.check = CHECK
 
-    def probe_share(self, texts: int, depth: int) -> float:
-        """A draft of all texts, in plain steps."""
-        seconds = self.costs.draft(texts, self.least, depth)
-        return seconds / self.costs.plain(texts, depth)
+    def probe(self, texts: list[BatchText], depth: int) -> tuple[int, float]:
+        """A wider block than planned, as chances may have improved, and the plain steps that its
+        round is expected to lose; infinite where even perfect drafts would gain too little."""
+        plain, draft, verify = self.costs.steps(len(texts), depth)
+        steps = (draft + verify[1:]) / plain
+        gains = (np.arange(2, len(verify) + 1) / steps)[self.least - 1 :]
+        wider = max(self.least, 2 * self.planned(texts, depth).slots)
+        slots = min(self.least + int(gains.argmax()), wider)
+        tokens = 1 + self.survival(texts).mean(axis=(0, 1))[:slots].sum()
+        lost = max(0.0, float(steps[slots - 1] - tokens))
+        return slots, lost if gains.max() > HOPE else float("inf")
+
+    def survival(self, texts: list[BatchText]) -> np.ndarray:
+        """[B, R, M] of the texts' last rounds, as far as their next ones may go."""
+        limits = [min(text.left - 1, text.most) for text in texts]
+        own = [self.records[text].prospects for text in texts]
+        return np.stack([p.within(n) for p, n in zip(own, limits, strict=True)])
 
     def plainly(self, texts: list[BatchText], depth: int) -> bool:
-        return self.check > 0 or not self.drafts(texts, depth, 0.0)
+        self.probing = not self.check and self.probe_due(texts, depth)
+        if self.probing:
+            self.wider = self.probe(texts, depth)[0]
+        return self.check > 0 or not (self.probing or self.drafts(texts, depth, 0.0))
 
     def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
-        return self.check > 1 or (self.check == 0 and not self.drafts(texts, depth, 1 - FLOOR))
+        if self.check:
+            return self.check > 1
+        return not (self.probe_due(texts, depth) or self.drafts(texts, depth, 1 - FLOOR))
+
+    def probe_due(self, texts: list[BatchText], depth: int) -> bool:
+        self.planned(texts, depth)
+        if not self.parked:
+            return False
+        return self.budget.probe_due(self.probe(texts, depth)[1])
 
     def drafts(self, texts: list[BatchText], depth: int, more: float) -> bool:
         """Whether to draft now, if each text has so much more credit."""
         plan = self.planned(texts, depth)
         if self.parked:
-            possible = self.perfect(len(texts), depth) > HOPE
-            return possible and self.budget.probe_due(self.probe_share(len(texts), depth))
+            return False
         steps = plan.seconds / self.costs.plain(len(texts), depth)
         credits = np.array([self.records[text].credit for text in texts])
         return bool((credits + more + plan.tokens >= FLOOR * steps).all())
@@ -114,18 +141,11 @@ class Scheduled:
         """Whether rounds have lost too much, or the next one is expected to lose."""
         return self.budget.spent or self.gain <= 1
 
-    def perfect(self, texts: int, depth: int) -> float:
-        """Gain of the best round if every drafted token were accepted."""
-        plain, draft, verify = self.costs.steps(texts, depth)
-        tokens = np.arange(2, len(verify) + 1)
-        return float((tokens * plain / (draft + verify[1:]))[self.least - 1 :].max())
-
     def planned(self, texts: list[BatchText], depth: int) -> Plan:
         """The next round: planned after each round, when texts come or go, and now and then."""
         if self.plan is None or len(self.plan.tokens) != len(texts) or self.since >= AGAIN:
             plain, draft, verify = self.costs.steps(len(texts), depth)
-            survival = np.stack([self.records[t].outlook.within(t.left - 1) for t in texts])
-            value = plain / len(texts)
+            survival, value = self.survival(texts), plain / len(texts)
             for _ in range(2):  # a token is worth what tokens take, by the plan itself
                 plan = planned(survival, draft, verify, value, self.least)
                 value = min(value, plan.seconds_per_token)
@@ -134,20 +154,27 @@ class Scheduled:
         return self.plan
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
-        return self.planned(texts, depth).slots
+        plan = self.planned(texts, depth)
+        return self.wider if self.probing else plan.slots
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
-        self.known, self.depth = [], depth
+        self.known, self.odds, self.depth = [], [], depth
         survival = []
         for text, draft in zip(texts, drafts, strict=True):
+            if self.probing:
+                text.chances.forget_half()
             evidence = draft.greedy_path or draft.evidence
             assert evidence is not None
             odds = text.chances.calibration.block_log_odds(evidence.log_odds())
+            self.odds.append(odds)
             self.known.append(text.chances.of(odds))
             survival.append(list(accumulate(self.known[-1], mul))[: max(0, text.limit(draft))])
         B, (plain, _, verify) = len(texts), self.costs.steps(len(texts), depth)
         value = min(plain / B, self.planned(texts, depth).seconds_per_token)
-        return best(padded(survival), lambda rows: verify[rows // B - 1], value)[0]
+        choices = list(padded(survival))
+        if self.probing:  # something has to be offered
+            choices = choices[1:] or choices
+        return best(choices, lambda rows: verify[rows // B - 1], value)[0]
 
     def learn(
         self,
@@ -157,11 +184,14 @@ class Scheduled:
         drafting: float,
         verifying: float,
     ) -> None:
-        for text, known, length, n in zip(texts, self.known, lengths, accepted, strict=True):
+        rows = zip(texts, self.known, self.odds, lengths, accepted, strict=True)
+        for text, known, odds, length, n in rows:
             for slot in range(min(length, n + 1)):
                 text.chances.update(slot, known[slot], float(slot < n))
             text.chances.round_over()
-            self.records[text].outlook.learn(list(accumulate(known, mul)))
+            self.records[text].prospects.learn(
+                list(accumulate(text.chances.of(odds), mul)), self.probing
+            )
         B, depth, slots = len(texts), self.depth, max(map(len, self.known))
         self.costs.learn_round(B, slots, 1 + max(lengths), drafting, verifying, depth)
         plain = self.costs.plain(B, depth)
@@ -175,10 +205,12 @@ class Scheduled:
         self.plan = None
 
     def book(self, gain: float) -> None:
-        """A round won so many plain steps, or lost them; while parked it was a probe."""
-        if self.parked:
-            self.budget.since = 0
-        (self.budget.probe_over if self.budget.spent else self.budget.round_over)(gain)
+        """A round won so many plain steps, or lost them."""
+        if self.probing:
+            self.probing, self.budget.since = False, 0
+            self.budget.probe_over(gain)
+        else:
+            self.budget.round_over(gain)
 
     def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None:
         if seconds is not None:

@@ -15,7 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.batch.decode import Decoding
 from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.batch.generation import Generation
-from dspine_mlx.batch.policy import BatchPolicy, FixedLength, Scheduled
+from dspine_mlx.batch.policy import BatchPolicy, FixedLength
+from dspine_mlx.batch.scheduled import Scheduled
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
@@ -36,10 +37,28 @@ class Coupled(FixedLength):
     all gets rows, the rest none."""
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
-        usual = super().lengths(texts, drafts, depth)
+        most = super().lengths(texts, drafts, depth)
         paths = [draft.greedy_path or draft.evidence for draft in drafts]
         odds = [path.log_odds()[0] for path in paths if path is not None]
-        return [n if x == max(odds) else 0 for x, n in zip(odds, usual, strict=True)]
+        return [n if x == max(odds) else 0 for x, n in zip(odds, most, strict=True)]
+
+
+class Narrow(FixedLength):
+    """Blocks of changing widths, by what the texts were."""
+
+    def slots(self, texts: list[BatchText], depth: int) -> int:
+        return 1 + int(sum(text.anchor.item() for text in texts)) % 3
+
+
+class Biased(FixedLength):
+    """It looks at what was drawn: a draft is offered if its second token is the likeliest one."""
+
+    def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
+        most = super().lengths(texts, drafts, depth)
+        drawn = [draft.tokens[1].item() for draft in drafts]
+        best = [draft.q[1].argmax() for draft in drafts if draft.q is not None]
+        likeliest = [draft.candidates[1, at].item() for draft, at in zip(drafts, best, strict=True)]
+        return [n if x == y else 0 for n, x, y in zip(most, drawn, likeliest, strict=True)]
 
 
 def wanted(model: nn.Module, prompt: list[int]) -> dict[tuple[int, ...], Any]:
@@ -122,11 +141,11 @@ class OneTokenBack(Drafter):
         return [Proposal(candidates, self.table[anchor], later) for anchor in anchors.tolist()]
 
 
-@pytest.fixture(scope="module")
-def small() -> tuple[nn.Module, Drafter]:
+def pair(attention: float) -> tuple[nn.Module, Drafter]:
+    """attention: how much what comes before the newest token matters."""
     model = tiny_target(seed=3, vocab_size=V, scale=0.5)
-    for layer in model.layers:  # what comes before the newest token matters less
-        layer.self_attn.o_proj.weight = 0.1 * layer.self_attn.o_proj.weight
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight = attention * layer.self_attn.o_proj.weight
     network = tiny_dflash(model, vocab_size=V, top_k=V, block_size=4).network
     target = Target(model)
     table = model(mx.arange(V)[:, None])[:, -1].astype(mx.float32)
@@ -135,7 +154,12 @@ def small() -> tuple[nn.Module, Drafter]:
     return model, drafter
 
 
-@pytest.mark.parametrize("rule", ["scheduled", "coupled", "fixed"])
+@pytest.fixture(scope="module")
+def small() -> tuple[nn.Module, Drafter]:
+    return pair(attention=0.1)
+
+
+@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "fixed"])
 def test_texts_follow_the_targets_distribution(
     small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper, rule: str
 ) -> None:
@@ -144,6 +168,7 @@ def test_texts_follow_the_targets_distribution(
     policies: dict[str, BatchPolicy] = {
         "scheduled": Scheduled(drafter.schedule),
         "coupled": Coupled(2, needs_evidence=True),
+        "narrow": Narrow(2),
         "fixed": FixedLength(1),
     }
     mx.random.seed(9)
@@ -166,3 +191,12 @@ def test_a_test_by_other_probs_than_those_drawn_from_is_caught(
     mx.random.seed(9)
     model, drafter = small
     assert max(sample(model, tokenizer, drafter, FixedLength(2))) > 6
+
+
+def test_a_length_by_what_was_drawn_is_caught(tokenizer: TokenizerWrapper) -> None:
+    """Even of a drafter that is always right."""
+    model, drafter = pair(attention=0.0)
+    mx.random.seed(9)
+    assert max(map(abs, sample(model, tokenizer, drafter, FixedLength(2)))) < 4
+    mx.random.seed(9)
+    assert max(sample(model, tokenizer, drafter, Biased(2))) > 6

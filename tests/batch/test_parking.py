@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import dspine_mlx
 from dspine_mlx.batch import generation
 from dspine_mlx.batch.policy import FixedLength
+from dspine_mlx.batch.text import BatchText
 from tests.support.families import build, drafter_config
 from tests.support.texts import scripted_texts
 from tests.support.tiny import plain_steps, random_prompt
@@ -24,11 +25,11 @@ class Restless(FixedLength):
 
     steps = 0
 
-    def plainly(self, texts: int, depth: int) -> bool:
+    def plainly(self, texts: list[BatchText], depth: int) -> bool:
         self.steps += 1
         return self.steps % 5 < 3
 
-    def stays_plain(self, texts: int, depth: int) -> bool:
+    def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
         return True
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspine_mlx.batch.schedule import best, padded
+from dspine_mlx.batch.schedule import best, padded, planned
 
 chance = st.floats(0.0, 1.0)
 
@@ -64,3 +65,31 @@ def test_steps_in_the_costs_are_looked_across() -> None:
 def test_a_text_near_its_end_offers_what_it_may() -> None:
     lengths, rows, _ = best(padded([[0.9, 0.9, 0.9], [0.9], []]), lambda n: 0.0, 1.0)
     assert (lengths, rows) == ([3, 1, 0], 12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.floats(0.0, 4.0))
+def test_the_block_is_the_best_of_all_widths(
+    data: st.DataObject, B: int, R: int, M: int, worth: float
+) -> None:
+    """Against every width, and every length of every one of the rounds that may come."""
+    chances = data.draw(st.lists(chance, min_size=B * R * M, max_size=B * R * M))
+    seconds = data.draw(
+        st.lists(st.floats(0.1, 3.0), min_size=2 * M + 1, max_size=2 * M + 1), "seconds"
+    )
+    rounds = np.array(chances).reshape(B, R, M).cumprod(axis=-1)
+    draft, verify = np.array(seconds[:M]), np.array(seconds[M:])
+    plan = planned(rounds, draft, verify, worth)
+
+    def value(width: int, lengths: tuple[int, ...]) -> float:
+        each = [worth * (B + rounds[:, r, :n].sum()) - verify[n] for r, n in enumerate(lengths)]
+        return sum(each) / R - draft[width - 1]
+
+    values = {
+        width: max(value(width, lengths) for lengths in product(range(width + 1), repeat=R))
+        for width in range(1, M + 1)
+    }
+    expected = worth * plan.tokens.sum() - plan.seconds
+    assert abs(expected - values[plan.slots]) < 1e-9
+    assert values[plan.slots] >= max(values.values()) - 1e-9
+    assert (plan.tokens >= 1).all()

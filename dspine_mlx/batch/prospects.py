@@ -6,10 +6,10 @@ import numpy as np
 
 ROUNDS = 8  # rounds of a text that are remembered
 FADING = 0.98  # of what is known of an average text, per round
-PRIOR, HOPE = 2.0, 0.8  # rounds' worth of belief in a first chance
+PRIOR, HOPE = 2.0, 0.8  # rounds that a first chance counts for
 
 
-class Usual:
+class Average:
     """Chances of a drafter's slots on an average text, each given that the one before is
     accepted."""
 
@@ -35,23 +35,24 @@ class Usual:
         self.update()
 
     def extended(self, survival: Sequence[float]) -> np.ndarray:
-        """Survival [M] of all slots, where a round had some of them: the others as usual."""
+        """Survival [M] of all slots, where a round had some of them: the others as average."""
         n = len(survival)
         last = survival[-1] if n else 1.0
         return np.concatenate([survival, last * self.chances[n:].cumprod()])
 
 
-class Outlook:
+class Prospects:
     """Survival [R, M] of a text's last rounds, an average text's at first."""
 
-    def __init__(self, usual: Usual):
-        self.usual, self.next = usual, 0
-        self.rounds = np.tile(usual.extended([]), (ROUNDS, 1))
+    def __init__(self, average: Average):
+        self.average, self.next = average, 0
+        self.rounds = np.tile(average.extended([]), (ROUNDS, 1))
 
-    def learn(self, survival: Sequence[float]) -> None:
-        """A round's chances, corrected by its outcome."""
-        self.usual.learn(survival)
-        self.rounds[self.next] = self.usual.extended(survival)
+    def learn(self, survival: Sequence[float], anew: bool = False) -> None:
+        """A round's chances, corrected by earlier outcomes; anew: earlier rounds are too long
+        ago."""
+        self.average.learn(survival)
+        self.rounds[slice(None) if anew else self.next] = self.average.extended(survival)
         self.next = (self.next + 1) % ROUNDS
 
     def within(self, tokens: float) -> np.ndarray:

@@ -27,6 +27,7 @@ from dspine_mlx.server.job import Alone, Job
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.pace import Pace
 
+QUIET = 16  # steps of a batch with one text, after which that goes on by itself
 CLEAR = 256  # steps between two times that freed memory is given back
 
 Progress: TypeAlias = PromptProcessingBatch.Response
@@ -67,6 +68,7 @@ class DraftingBatch:
         self.alone: Alone | None = None
         self.given_up: list[Progress] = []  # how mlx_lm.server hears of jobs that have failed
         self.finished: dict[Job, list[Any]] = {}  # caches of texts that are over
+        self.quiet = 0  # steps since the batch had several texts
         self.round_seconds: float | None = None  # of the newest step of several texts
         self.wired = ExitStack()
         self.wired.enter_context(wired_limit([drafter.target.model, drafter.network], [stream]))
@@ -89,6 +91,7 @@ class DraftingBatch:
             if not any(job.ready for job in self.jobs.values()):
                 self.give_up()
                 self.admit()
+                self.part()
                 self.step()
                 progress = self.prefill()
                 if next(self.steps) % CLEAR == 0:
@@ -182,8 +185,20 @@ class DraftingBatch:
         for job in starting:
             self.guard(job, self.join)
 
+    def part(self) -> None:
+        """Let a text that the others have left for a while go on by itself."""
+        if self.quiet < QUIET or len(self.jobs) > 1:
+            return
+        job = next(iter(self.jobs.values()))
+        if job.shared in self.batch.texts and job.call.drafted:
+            caches = self.batch.leave(job.shared, with_caches=True, with_newest=False)
+            assert caches is not None
+            job.by_itself(caches)
+            self.start_alone(job)
+
     def start_alone(self, job: Job) -> None:
-        job.call.path = "speculative"
+        if job.call.path != "batched":
+            job.call.path = "speculative"
         self.alone = Alone(job, self.drafter, self.options.lookup)
 
     def join(self, job: Job) -> None:
@@ -218,6 +233,7 @@ class DraftingBatch:
     def step_together(self) -> None:
         """An error here is nobody's own, and ends the batch."""
         texts, clock = list(self.batch.texts), time.perf_counter()
+        self.quiet = self.quiet + 1 if len(texts) == 1 else 0
         policy = self.policy_for(texts)
         last = all(text.left < 2 for text in texts)  # nothing is drafted for a last token
         plainly = policy.plainly(texts, self.batch.depth) or last

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -97,16 +97,28 @@ class Job:
             return token, "stop"
         return token, "length" if self.left == 0 else None
 
+    @property
+    def random_state(self) -> mx.array | None:
+        """Of a seeded text: the draws that it has made are its seed's first ones."""
+        if self.settings.seed is None:
+            return None
+        return random_state(self.settings.sampler, self.settings.seed, self.budget - self.left)
+
     def among_others(self) -> BatchText:
-        """Its text, for a batch. The draws that it has made are its seed's first ones."""
+        """Its text, for a batch."""
         assert self.text is not None
-        key, most = None, self.settings.verify_length
-        if self.settings.seed is not None:
-            key = random_state(self.settings.sampler, self.settings.seed, self.budget - self.left)
-        self.shared = BatchText(self.text, self.left, key)
+        most = self.settings.verify_length
+        self.shared = BatchText(self.text, self.left, self.random_state)
         if isinstance(most, int):
             self.shared.most = most
         return self.shared
+
+    def by_itself(self, caches: list[Any]) -> None:
+        """Take its text back from a batch, in caches that hold all but the newest token."""
+        assert self.text is not None
+        others, self.shared = self.text, None
+        self.text = replace(others, prompt_cache=caches)
+        self.text.history, self.text.pending = others.history, others.pending
 
     @property
     def all_tokens(self) -> list[int]:
@@ -154,7 +166,7 @@ class Alone:
             self.text.lookup.add(tuple(job.tokens))
         if job.settings.seed is not None:
             self.others = mx.array(mx.random.state[0])
-            mx.random.seed(job.settings.seed)
+            mx.random.state[0][:] = job.random_state
         self.stream: Generator[Token, None, None] = decode_text(self.text, self.policy, job.left)
         self.newest: Token | None = None
 

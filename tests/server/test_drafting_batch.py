@@ -19,7 +19,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.server.call import Call, Calls, Reply
 from dspine_mlx.server.decoding import TextSettings
-from dspine_mlx.server.drafting_batch import DraftingBatch
+from dspine_mlx.server.drafting_batch import QUIET, DraftingBatch
 from dspine_mlx.server.failure import CLIENT_GONE, Failed
 from dspine_mlx.server.job import Job
 from dspine_mlx.server.options import Options
@@ -212,6 +212,29 @@ def test_a_text_alone_is_decoded_as_ever_and_joins_the_next_one(
     first, second = (done.jobs[i].call for i in (0, 1))
     assert (second.texts_per_step or 0) > (first.texts_per_step or 0) > 1
     assert second.usage()["accepted"] > 0
+
+
+@pytest.mark.parametrize("settings", SAMPLERS)
+def test_a_text_that_the_others_have_left_goes_on_alone_and_joins_again(
+    model: nn.Module, tokenizer: TokenizerWrapper, settings: tuple[Any, int | None]
+) -> None:
+    sampler, seed = settings
+    asked = [
+        Asked(random_prompt(9), 120, sampler, seed=seed, verify_length=1),
+        Asked(random_prompt(5, seed=5), 6, comes=8, verify_length=1),
+        Asked(random_prompt(7, seed=6), 6, comes=90, verify_length=1),
+    ]
+    asked[0].processors = make_logits_processors({2: -100.0}, 1.2)  # it never ends by itself
+    plain = [one.plain(model, tokenizer) for one in asked]
+    drafter = known(model, asked, plain)
+    done = run(drafter, asked, 1)
+    assert [same_steps(done.steps[i], plain[i]) for i in range(3)] == [True] * 3
+    alone, shared = (done.jobs[0].call.steps_alone, done.jobs[0].call.shared_steps)
+    assert alone > 20
+    assert QUIET < shared < 4 * QUIET
+    assert done.jobs[0].call.path == "batched"
+    tokens, caches = done.ended[0]
+    assert [c.offset for c in caches] == [len(tokens)] * len(caches)
 
 
 @dataclass

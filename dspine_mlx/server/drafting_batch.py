@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, wired_limit
 
 from dspine_mlx.batch.batch import Batch
@@ -23,6 +24,7 @@ from dspine_mlx.batch.speculate import speculate
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.decode import warn_of_misfit
+from dspine_mlx.round.text import Token
 from dspine_mlx.server.job import Alone, Job
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.pace import Pace
@@ -238,6 +240,7 @@ class DraftingBatch:
         last = all(text.left < 2 for text in texts)  # nothing is drafted for a last token
         plainly = policy.plainly(texts, self.batch.depth) or last
         blocks = (decode_plainly if plainly else speculate)(self.batch, policy)
+        known = {} if plainly else own_logprobs(blocks)  # a plain step's are on their way
         self.round_seconds = time.perf_counter() - clock
         owners = {job.shared: job for job in self.jobs.values() if job.shared is not None}
         for text, block in zip(texts, blocks, strict=True):
@@ -248,6 +251,8 @@ class DraftingBatch:
             job.call.shared_steps += 1
             job.call.shared_texts += len(texts)
             job.call.timed()
+            if known and not job.whole_rows:
+                block = [(token, known[id(row)], drafted) for token, row, drafted in block]
             job.ready.extend(block)
             if text.over:
                 self.finished[job] = self.leave(job)
@@ -310,3 +315,12 @@ class DraftingBatch:
         if job.call.context is not None:
             job.call.context.stop()
         self.given_up.append(Progress(job.uid, job.progress, False, False))
+
+
+def own_logprobs(blocks: list[list[Token]]) -> dict[int, Any]:
+    """Each token's own logprob, as a row that holds nothing else, by the id of its whole row. They
+    are read together: mlx_lm.server would wait for the device once per token."""
+    tokens = [token for block in blocks for token in block]
+    values = np.array(mx.stack([row[token] for token, row, _ in tokens]).astype(mx.float32))
+    pairs = zip(tokens, values, strict=True)
+    return {id(row): {token: value} for (token, row, _), value in pairs}

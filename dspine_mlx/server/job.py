@@ -39,6 +39,7 @@ class Job:
     checkpoints: Checkpoints
     settings: TextSettings
     stops: TokenMatcher
+    whole_rows: bool = True  # whether more than each token's own logprob is asked for
     done: int = 0  # tokens of the prompt that are in the caches
     ready: deque[Token] = field(default_factory=deque)
     text: Text | None = None
@@ -149,6 +150,7 @@ def job_of(
         prompt_cache.checkpoints(provider.model_key, tokens, prompt, stops),
         text_settings(args, tokenizer, sampler, processors),
         request["stop_sequences"][0].matcher(),
+        args.top_logprobs > 0,
     )
 
 

@@ -275,6 +275,22 @@ def test_a_stop_string_within_a_block_ends_the_reply(
         assert [r.token for r in said[1]] == [token for token, _ in plain[1]]
 
 
+def test_own_logprobs_are_those_of_whole_rows(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    asked = [Asked(random_prompt(9), 20), Asked(random_prompt(14, seed=2), 20)]
+    plain = [one.plain(model, tokenizer) for one in asked]
+    batch = new_batch(known(model, asked, plain), 3, [])
+    for one in asked:
+        batch.insert_segments(asked=[one])
+    batch.jobs[1].whole_rows = False
+    rows: list[Any] = []
+    while batch.jobs:
+        rows += [r for r in batch.next()[1] if r.uid == 1]
+    assert [r.logprobs[r.token].item() for r in rows] == [row[t].item() for t, row in plain[1]]
+    assert any(isinstance(r.logprobs, dict) for r in rows)
+
+
 def test_one_failing_text_leaves_alone(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
     calls = 0
 

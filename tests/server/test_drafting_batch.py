@@ -120,8 +120,10 @@ def run(drafter: Drafter, asked: list[Asked], verify_length: int | str, **option
                 result.ended[places[r.uid]] = r.all_tokens, r.prompt_cache
         turn += 1
         assert turn < 5000
+        assert batch.prompt_cache_nbytes > 0 or not any(job.done for job in batch.jobs.values())
     batch.close()
     assert not batch.batch.texts
+    assert batch.prompt_cache_nbytes == 0
     return result
 
 

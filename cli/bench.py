@@ -1,28 +1,31 @@
 """dspine-mlx bench: the net gain on this machine."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
-from dspine_mlx.cli.output import check_new, new_file
+from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.options import DraftOption, TargetOption
+from dspine_mlx.cli.output import check_new, check_plot, new_file
 from dspine_mlx.errors import InputError
 
 LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
+QUESTION = [  # for --live without --suite
+    {
+        "role": "user",
+        "content": "Maria has 9 toys. Her sister has 3 fewer toys than she has. How many toys do "
+        "they have together?",
+    }
+]
 
 
-def bench(
-    model: TargetOption = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter: a folder or Hub id, or 'auto'. Without one that fits the target, only "
-            "mlx-lm's own modes are measured.",
-            rich_help_panel=PAIR,
-        ),
-    ] = None,
+@dataclass(frozen=True)
+class Load:
+    """What is decoded, and how much of it at once."""
+
     suite: Annotated[
         str | None,
         typer.Option(
@@ -32,18 +35,18 @@ def bench(
             "per line. Your own traffic tells most.",
             rich_help_panel=LOAD,
         ),
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to use.", rich_help_panel=LOAD)] = 10,
+    ] = None
+    limit: Annotated[int, typer.Option(help="Prompts to use.", rich_help_panel=LOAD)] = 10
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-m", help="Tokens per text.", rich_help_panel=LOAD)
-    ] = 128,
+    ] = 128
     depths: Annotated[
         str,
         typer.Option(
             help="Tokens of filler before each prompt, separated by commas, such as 0,4096.",
             rich_help_panel=LOAD,
         ),
-    ] = "0",
+    ] = "0"
     concurrency: Annotated[
         str | None,
         typer.Option(
@@ -53,10 +56,37 @@ def bench(
             "of mlx-lm's batches (plain) against drafting for all of them (auto, fixed:N).",
             rich_help_panel=LOAD,
         ),
-    ] = None,
+    ] = None
     temp: Annotated[
         float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=LOAD, min=0)
-    ] = 0.0,
+    ] = 0.0
+
+    @property
+    def requests(self) -> list[int]:
+        """Numbers of requests at once."""
+        given = self.concurrency
+        return [] if given is None else whole_numbers("--concurrency", given)
+
+    def check(self, live: bool, plot: bool) -> None:
+        """`InputError` for impossible numbers, and for flags that contradict each other."""
+        for flag, number in (("--limit", self.limit), ("--max-tokens", self.max_tokens)):
+            if number < 1:
+                raise InputError(f"{flag} is {number}; it must be at least 1")
+        if self.concurrency is not None and self.depths != "0":
+            raise InputError("--concurrency measures the server, without --depths")
+        if 0 in self.requests:
+            raise InputError(f"--concurrency is {self.concurrency}; each must be at least 1")
+        if live and (plot or self.depths != "0" or self.concurrency is not None):
+            raise InputError("--live shows one text, without --concurrency, --depths and --plot")
+        if self.suite is None and not live:
+            raise InputError("there are no prompts; give --suite with a name or a file")
+
+
+@grouped
+def bench(
+    load: Load,
+    model: TargetOption = None,
+    draft_model: DraftOption = None,
     compare: Annotated[
         str,
         typer.Option(
@@ -75,6 +105,15 @@ def bench(
             "--json", help="Also write the results to this new file.", rich_help_panel=OUTPUT
         ),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Watch plain decoding and drafting side by side on the first prompt, or on one "
+            "that ships.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -84,7 +123,8 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure speed against mlx-lm's own decoding, all modes in turn in one run.
+    """Measure speed against mlx-lm's own decoding, all modes in turn in one run. Without a drafter
+    that fits the target, only mlx-lm's own modes are measured.
 
     Prints medians over all texts and runs: tokens per second since the prompt was read, and of the
     whole call; speed-up over plain decoding of the same text in the same turn (and its range), of
@@ -94,43 +134,50 @@ def bench(
     a round's time goes. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one
-    from dspine_mlx.cli.drafter import chosen
-    from dspine_mlx.cli.drawing import check_plot, draw
-    from dspine_mlx.measure.compare import verify_length
+    from dspine_mlx.measure.modes import AUTO, verify_length
     from dspine_mlx.measure.prompts import load_suite
+    from dspine_mlx.models.needs import check_pair
 
     check_new(json_file)
-    check_new(plot)
-    if plot is not None:
-        check_plot()
-    for flag, number in (("--limit", limit), ("--repeat", repeat), ("--max-tokens", max_tokens)):
-        if number < 1:
-            raise InputError(f"{flag} is {number}; it must be at least 1")
-    requests = [] if concurrency is None else whole_numbers("--concurrency", concurrency)
-    if 0 in requests:
-        raise InputError(f"--concurrency is {concurrency}; each number must be at least 1")
-    if requests and depths != "0":
-        raise InputError("--concurrency measures the server, without --depths")
-    if suite is None:
-        raise InputError("there are no prompts; give --suite with a name or a file")
+    check_plot(plot)
+    load.check(live, plot is not None)
+    if repeat < 1:
+        raise InputError(f"--repeat is {repeat}; it must be at least 1")
+    positions = whole_numbers("--depths", load.depths)
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
     for mode in modes:
         verify_length(mode)
-    positions = whole_numbers("--depths", depths)
-    messages = load_suite(suite, limit, lambda line: typer.echo(line, err=True))
-    settings = {"prompts": len(messages), "max_tokens": max_tokens, "temp": temp, "repeat": repeat}
-    draft_model = chosen(model, draft_model)
-    if requests:
-        results = list(concurrent(requests, (model, draft_model), modes, messages, settings))
+    check_pair(model, draft_model)  # before large imports, so that it is said at once
+    messages = [QUESTION]
+    if load.suite is not None:
+        messages = load_suite(load.suite, load.limit, lambda line: typer.echo(line, err=True))
+
+    from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
+    from dspine_mlx.cli.bench_tables import draw, draw_loads
+    from dspine_mlx.cli.pair import chosen
+
+    settings = {
+        "prompts": len(messages),
+        "max_tokens": load.max_tokens,
+        "temp": load.temp,
+        "repeat": repeat,
+    }
+    names = model, chosen(model, draft_model)
+    if load.requests:
+        results = list(concurrent(load.requests, names, modes, messages, settings))
+        if plot is not None and results:
+            draw_loads(results, plot, *names)
     else:
-        pair, modes = load_pair(model, draft_model, temp, modes)
-        results = list(one_by_one(pair, modes, messages, positions, settings))
+        pair, modes = load_pair(*names, load.temp, [AUTO] if live else modes)
+        if live:
+            results = [watch(pair, messages[0], load.max_tokens)]
+        else:
+            results = list(one_by_one(pair, modes, messages, positions, settings))
+        if plot is not None and results:
+            draw(results, plot, pair.drafter)
     if json_file is not None:
         with new_file(json_file) as part:
             part.write_text(json.dumps(document(settings, results), indent=1) + "\n")
-    if plot is not None and results:
-        draw(results, plot)
     if not any(result["ways"] for result in results):
         raise typer.Exit(1)
 

@@ -6,16 +6,17 @@ from itertools import chain, cycle, islice
 from typing import Any, TypeVar
 
 import typer
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rich.progress import track
 
 from dspine_mlx.checkpoints.files import read_config
+from dspine_mlx.cli.bench_live import live
 from dspine_mlx.cli.bench_tables import show_batches, show_depth
-from dspine_mlx.cli.screen import console
+from dspine_mlx.cli.pair import loading, measure_costs
+from dspine_mlx.cli.screen import tracked
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
 from dspine_mlx.measure import energy
 from dspine_mlx.measure.compare import (
+    AUTO,
     PLAIN,
     Comparison,
     Models,
@@ -29,12 +30,14 @@ from dspine_mlx.measure.compare import (
     verify_length,
 )
 from dspine_mlx.measure.phases import split
-from dspine_mlx.measure.prompts import Messages
+from dspine_mlx.measure.prompts import Messages, encode
 from dspine_mlx.measure.server_load import Request, check_mode, compare_modes, serving
 from dspine_mlx.models.choose import hint
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
+INTERRUPTED = "Interrupted; these are the results so far."
+UNMEASURED = "Interrupted before the first text was measured."
 
 
 def load_pair(
@@ -43,15 +46,18 @@ def load_pair(
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
-    if model is None or draft_model is None:
-        target, tokenizer, drafter = load(model, draft_model)
-    else:
-        read_config(resolve(draft_model))  # fail here on a wrong name; a misfit is only reported
-        target, tokenizer, drafter = load(model)
-        try:
-            drafter = load_drafter(draft_model, target)
-        except InputError as error:
-            reason = str(error)
+    with loading(model, draft_model):
+        if model is None or draft_model is None:
+            target, tokenizer, drafter = load(model, draft_model)
+        else:
+            read_config(resolve(draft_model))  # fail on a wrong name; a misfit is only reported
+            target, tokenizer, drafter = load(model)
+            try:
+                drafter = load_drafter(draft_model, target)
+            except InputError as error:
+                reason = str(error)
+    if drafter is not None and AUTO in modes:
+        measure_costs(drafter)
     if drafter is None:
         modes = [mode for mode in modes if verify_length(mode) is None]
         typer.echo(
@@ -69,7 +75,7 @@ def one_by_one(
 ) -> Iterator[dict[str, Any]]:
     """Measure one text at a time. Yields the results of each depth, until Ctrl-C or out of
     memory."""
-    prompts = [encoded(pair.tokenizer, conversation) for conversation in messages]
+    prompts = [encode(pair.tokenizer, conversation) for conversation in messages]
     tokens, repeat = settings["max_tokens"], settings["repeat"]
     for depth in depths:
         filled = [[*islice(cycle(chain(*prompts)), depth), *prompt] for prompt in prompts]
@@ -86,23 +92,22 @@ def one_by_one(
             show_depth({"depth": depth} | result)
             yield {"depth": depth} | result
         if not finished:
-            typer.echo("Interrupted; these are the results so far.", err=True)
+            typer.echo(INTERRUPTED if comparison else UNMEASURED, err=True)
             return
 
 
-def encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
-    if tokenizer.has_chat_template:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return tokenizer.encode("\n".join(message["content"] for message in messages))
+def watch(pair: Models, messages: Messages, max_tokens: int) -> dict[str, Any]:
+    """--live, on one prompt."""
+    if pair.drafter is None:
+        raise InputError("--live compares drafting with plain decoding; give --draft-model")
+    return live(pair, encode(pair.tokenizer, messages), max_tokens)
 
 
 def run_all(steps: Iterator[Step], what: str, total: int) -> tuple[Step | None, bool]:
     """Run to the end or to Ctrl-C: the last step, and whether it was the end."""
-    last, screen = None, console(stderr=True)
+    last = None
     try:
-        for last in track(  # noqa: B007  # the last one has it all
-            steps, what, total, console=screen, transient=True, disable=not screen.is_terminal
-        ):
+        for last in tracked(steps, what, total):  # noqa: B007  # the last one has it all
             pass
     except KeyboardInterrupt:
         return last, False
@@ -193,5 +198,5 @@ def concurrent(
                 show_batches(result)
                 yield result
             if not finished:
-                typer.echo("Interrupted; these are the results so far.", err=True)
+                typer.echo(INTERRUPTED if measured else UNMEASURED, err=True)
                 return

@@ -1,13 +1,17 @@
 """Tables and plots of dspine-mlx bench."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
+from dspine_mlx.cli.plots import About, loads, speedups
 from dspine_mlx.cli.screen import console, print_bars, print_table
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.measure.clock import LEAST_TOKENS
+from dspine_mlx.verify_length.store import describe, device_name
 
 Row = dict[str, Any]
 
@@ -133,3 +137,21 @@ def split_rows(splits: Sequence[Row]) -> Cells:
         times = [*row["seconds"].values(), sum(row["seconds"].values()), row["normal_seconds"]]
         rows.append([label(row["way"]), str(row["length"]), *(f"{1e3 * t:.1f}" for t in times)])
     return names, rows
+
+
+def labelled(results: Sequence[Row]) -> list[Row]:
+    """Results with the modes' labels, for plots."""
+    return [
+        result | {"rows": [row | {"label": label(row["way"])} for row in result["ways"]]}
+        for result in results
+    ]
+
+
+def draw(results: Sequence[Row], plot: Path, drafter: Drafter | None) -> None:
+    pair = "no drafter" if drafter is None else describe(drafter)
+    speedups(labelled(results), plot, About(pair, device_name()))
+
+
+def draw_loads(results: Sequence[Row], plot: Path, model: str | None, drafter: str | None) -> None:
+    pair = f"{model or 'the pair that ships'}, {drafter or 'its own drafter'}"
+    loads(labelled(results), plot, About(pair, device_name()))

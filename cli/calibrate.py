@@ -1,28 +1,27 @@
 """dspine-mlx calibrate: measure and correct a drafter's confidence."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dspine_mlx.cli.options import PAIR, TargetOption
-from dspine_mlx.cli.output import check_new, new_file
+from dspine_mlx.cli.options import DraftOption, JsonOption, TargetOption
+from dspine_mlx.cli.output import check_new, check_plot
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from dspine_mlx.drafters.drafter import Drafter
     from dspine_mlx.measure.prompts import Messages
     from dspine_mlx.verify_length.fit import Fit
 
 
 def calibrate(
     model: TargetOption = None,
-    draft_model: Annotated[
-        str | None, typer.Option(help="Drafter: a folder or Hub id.", rich_help_panel=PAIR)
-    ] = None,
+    draft_model: DraftOption = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -54,45 +53,40 @@ def calibrate(
     plot: Annotated[
         Path | None, typer.Option(help="Reliability plot, as PNG (needs matplotlib).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Fit the drafter's confidence to what the target accepts."""
-    import mlx.core as mx
-
-    from dspine_mlx.arguments import check_whole
-    from dspine_mlx.load import load
     from dspine_mlx.measure.prompts import load_suite
-    from dspine_mlx.round.sampler import Sampler
-    from dspine_mlx.verify_length import fit
-    from dspine_mlx.verify_length.calibration import mode_of
-    from dspine_mlx.verify_length.store import calibration_path, save_calibrations
+    from dspine_mlx.models.needs import check_pair
 
-    check_whole("--limit", limit, 1)
-    check_whole("--max-tokens", max_tokens, 1)
     check_new(output)
-    check_new(plot)
-    if plot is not None and not find_spec("matplotlib"):
-        raise InputError("--plot needs matplotlib; install it with pip")
+    check_plot(plot)
     temperatures = numbers(temps)
+    check_pair(model, draft_model)  # before large imports, so that it is said at once
+    for flag, number in (("--limit", limit), ("--max-tokens", max_tokens)):
+        if number < 1:
+            raise InputError(f"{flag} is {number}; it must be at least 1")
     suites = [
         load_suite(name, limit, lambda line: typer.echo(line, err=True))
         for name in filter(None, (prompts, held_out))
     ]
-    target, tokenizer, drafter = load(model, draft_model)
+
+    from dspine_mlx.cli.pair import chosen, loading
+    from dspine_mlx.cli.plots import About, reliability
+    from dspine_mlx.load import load
+    from dspine_mlx.verify_length.store import (
+        calibration_path,
+        describe,
+        device_name,
+        save_calibrations,
+    )
+
+    draft_model = chosen(model, draft_model)
+    with loading(model, draft_model):
+        target, tokenizer, drafter = load(model, draft_model)
     if drafter is None:
         raise InputError("there is no drafter to calibrate; give --draft-model")
-    fits: dict[str, Fit] = {}
-    for temperature in temperatures:
-        sampler = Sampler(temp=temperature)
-        mx.random.seed(0)
-        recorded = [
-            [
-                fit.record(target, tokenizer, drafter, encode(tokenizer, m), sampler, max_tokens)
-                for m in suite
-            ]
-            for suite in suites
-        ]
-        fits[mode_of(sampler)] = fit.calibrate(*recorded)
+    fits = fit_all((target, tokenizer, drafter), suites, temperatures, max_tokens)
     path = output or calibration_path(drafter)
     save_calibrations(path, drafter, {mode: f.calibration for mode, f in fits.items()})
     if as_json:
@@ -104,12 +98,38 @@ def calibrate(
             show(mode, one)
         typer.echo(f"Written to {path}")
     if plot is not None:
-        draw(fits, plot)
+        reliability(fits, plot, About(describe(drafter), device_name()))
 
 
-def encode(tokenizer: "TokenizerWrapper", messages: "Messages") -> list[int]:
-    tokens: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return tokens
+def fit_all(
+    pair: "tuple[nn.Module, TokenizerWrapper, Drafter]",
+    suites: "list[list[Messages]]",
+    temperatures: list[float],
+    max_tokens: int,
+) -> "dict[str, Fit]":
+    """A fit per serving mode, from the rounds of all prompts at its temperature."""
+    import mlx.core as mx
+
+    from dspine_mlx.cli.screen import tracked
+    from dspine_mlx.measure.prompts import encode
+    from dspine_mlx.round.sampler import Sampler
+    from dspine_mlx.verify_length import fit
+    from dspine_mlx.verify_length.calibration import mode_of
+
+    target, tokenizer, drafter = pair
+    fits: dict[str, Fit] = {}
+    for temperature in temperatures:
+        sampler = Sampler(temp=temperature)
+        mx.random.seed(0)
+        recorded = []
+        for suite in suites:
+            prompts = (encode(tokenizer, messages) for messages in suite)
+            each = tracked(prompts, f"temperature {temperature:g}", len(suite))
+            recorded.append(
+                [fit.record(target, tokenizer, drafter, p, sampler, max_tokens) for p in each]
+            )
+        fits[mode_of(sampler)] = fit.calibrate(*recorded)
+    return fits
 
 
 def numbers(value: str) -> list[float]:
@@ -155,33 +175,3 @@ def show(mode: str, one: "Fit") -> None:
     screen.print(f"{mode}, {len(one.held_out.accepted)} held-out rounds")
     names = ["slot", "accepted", "T", "b", "s", "error before", "after", "by chance"]
     print_table(screen, names, rows)
-
-
-def draw(fits: "dict[str, Fit]", path: Path) -> None:
-    """Plot actual against predicted survival, before and after calibration, in 15 bins."""
-    import matplotlib
-    import numpy as np
-
-    from dspine_mlx.verify_length.calibration import sigmoid, uncalibrated
-    from dspine_mlx.verify_length.fit import BINS
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(fits), figsize=(4 * len(fits), 4), squeeze=False)
-    for ax, (mode, one) in zip(axes[0], fits.items(), strict=True):
-        slots = len(one.calibration.biases)
-        accepted = (one.held_out.accepted[:, None] > np.arange(slots)).ravel()
-        ax.plot([0, 1], [0, 1], color="0.7")
-        for name, calibration in (("before", uncalibrated(slots)), ("after", one.trial)):
-            chances = sigmoid(calibration.log_odds(one.held_out.evidence))
-            survival = np.cumprod(chances, axis=1).ravel()
-            bins = np.minimum((survival * BINS).astype(int), BINS - 1)
-            used = np.unique(bins)
-            means = [[x[bins == b].mean() for b in used] for x in (survival, accepted)]
-            ax.plot(*means, marker="o", label=name)
-        ax.set(title=mode, xlabel="predicted to be accepted", ylabel="accepted")
-        ax.legend()
-    figure.tight_layout()
-    with new_file(path) as part:
-        figure.savefig(part, format="png")

@@ -1,74 +1,37 @@
 """dspine-mlx chat: a conversation in the terminal."""
 
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
-from dspine_mlx.cli.generate import parse_verify_length
+from dspine_mlx.cli.groups import grouped
 from dspine_mlx.cli.options import (
-    AdapterOption,
-    DraftOption,
-    DraftQuantOption,
-    KernelsOption,
-    NoLookupOption,
-    NoProfileOption,
-    TargetOption,
-    TrustOption,
-    VerifyLengthOption,
+    MaxKvSizeOption,
+    Pair,
+    PrefillStepOption,
+    Sampling,
+    SeedOption,
+    SystemPromptOption,
+    TemplateOption,
+    parse_verify_length,
 )
+from dspine_mlx.cli.prompting import parse_object
 from dspine_mlx.errors import InputError
 
-SAMPLING, CACHE = "Sampling", "Cache"
 
-
+@grouped
 def chat(
-    model: TargetOption = None,
-    draft_model: DraftOption = None,
-    adapter_path: AdapterOption = None,
-    trust_remote_code: TrustOption = False,
-    draft_quant: DraftQuantOption = None,
-    verify_length: VerifyLengthOption = None,
-    kernels: KernelsOption = "auto",
-    no_lookup: NoLookupOption = False,
-    no_profile: NoProfileOption = False,
-    system_prompt: Annotated[str | None, typer.Option(help="System message.")] = None,
-    chat_template_args: Annotated[
-        str, typer.Option(help="Arguments of the chat template, a JSON object.")
-    ] = "{}",
+    pair: Pair,
+    sampling: Sampling,
+    system_prompt: SystemPromptOption = None,
+    chat_template_args: TemplateOption = "{}",
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-m", help="Tokens per answer at most; -1: no limit.")
     ] = 256,
-    temp: Annotated[
-        float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=SAMPLING)
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            help="Keep the likeliest tokens up to this mass; 1: all.", rich_help_panel=SAMPLING
-        ),
-    ] = 1.0,
-    xtc_probability: Annotated[
-        float,
-        typer.Option(
-            help="Chance, per token, that XTC leaves out the top choices.", rich_help_panel=SAMPLING
-        ),
-    ] = 0.0,
-    xtc_threshold: Annotated[
-        float,
-        typer.Option(
-            help="Probability from which a token is a top choice for XTC.", rich_help_panel=SAMPLING
-        ),
-    ] = 0.1,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.", rich_help_panel=SAMPLING)] = 0,
-    max_kv_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep this many positions only: the first 4 and the newest.", rich_help_panel=CACHE
-        ),
-    ] = None,
-    prefill_step_size: Annotated[
-        int, typer.Option(help="Prompt tokens in one forward.", rich_help_panel=CACHE)
-    ] = 2048,
+    seed: SeedOption = 0,
+    max_kv_size: MaxKvSizeOption = None,
+    prefill_step_size: PrefillStepOption = 2048,
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="Refused: drafting is for one machine.", hidden=True)
     ] = False,
@@ -78,63 +41,47 @@ def chat(
     Enter sends a message, Alt-Enter or Ctrl-J starts a new line. Ctrl-C ends an answer, Ctrl-D the
     chat. Messages are kept in ~/.cache/dspine-mlx/chat-history, for the arrow keys.
     """
+    if pipeline:
+        raise InputError("--pipeline can't be used: drafting is for one machine; see mlx_lm.chat")
+    length = parse_verify_length(pair.verify_length)
+    template = parse_object("--chat-template-args", chat_template_args)
+    from dspine_mlx.models.needs import check_pair
+
+    check_pair(pair.model, pair.draft_model)  # before large imports, so that it is said at once
+
     import mlx.core as mx
 
     from dspine_mlx.arguments import check_cache_sizes, check_max_tokens, check_seed
     from dspine_mlx.cli.chat_loop import Chat
     from dspine_mlx.cli.conversation import Conversation
-    from dspine_mlx.cli.drafter import chosen, say_what_fits
-    from dspine_mlx.cli.prompting import chat_text, parse_object
-    from dspine_mlx.load import DEMO, load, read_config, resolve
+    from dspine_mlx.cli.pair import load_pair
+    from dspine_mlx.cli.prompting import chat_text
     from dspine_mlx.round.sampler import Sampler
-    from dspine_mlx.verify_length.schedule import prepare
 
-    if pipeline:
-        raise InputError("--pipeline can't be used: drafting is for one machine; see mlx_lm.chat")
     check_max_tokens(max_tokens)
     check_cache_sizes(prefill_step_size, max_kv_size)
+    sampler = Sampler(**asdict(sampling))
     check_seed(seed)
-    length = parse_verify_length(verify_length, None)
-    arguments = parse_object("--chat-template-args", chat_template_args)
     mx.random.seed(seed)
-    draft_model = chosen(model, draft_model)
-    if model is None and draft_model is None:
-        typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
-        model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
-    target, tokenizer, drafter = load(
-        model,
-        draft_model,
-        kernels=kernels,
-        draft_quant=draft_quant,
-        adapter_path=adapter_path,
-        tokenizer_config={"trust_remote_code": trust_remote_code},
-    )
+    loaded = load_pair(pair, length)
+    loaded.check_sampler(sampler)
+    tokenizer = loaded.tokenizer
     if not tokenizer.has_chat_template:
         raise InputError("this tokenizer has no chat template; use dspine-mlx generate")
-    if drafter is None:
-        say_what_fits(model)
-    elif length == "auto":
-        prepare(drafter, profile=not no_profile)
-    special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)  # as mlx_lm.chat
-    sampler = Sampler(
-        temp,
-        top_p,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        xtc_special_tokens=special,
-    )
+    loaded.prepare(length, not pair.no_profile)
     conversation = Conversation(
-        target,
+        loaded.target,
         tokenizer,
-        drafter,
-        lambda messages: chat_text(tokenizer, messages, arguments),
-        {} if model is None else read_config(resolve(model)),
+        loaded.drafter,
+        lambda messages: chat_text(tokenizer, messages, template),
+        loaded.config,
         max_kv_size,
     )
     conversation.system = system_prompt
     options = {
         "max_tokens": max_tokens,
         "prefill_step_size": prefill_step_size,
-        "lookup": not no_lookup,
+        "lookup": not pair.no_lookup,
     }
+    sampler = replace(sampler, xtc_special_tokens=loaded.special_tokens)
     Chat(conversation, sampler, length, options).run()

@@ -135,14 +135,18 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a published drafter checkpoint to an MLX folder."""
-    from dspine_mlx.convert.conversion import convert as run
-    from dspine_mlx.convert.conversion import upload
-
     refuse(quant_predicate, dequantize, trust_remote_code)
     if probe and target is None:
         raise InputError("--probe runs the target: name it with --target")
     if verify and codes_from_head:
         raise InputError("--verify needs the codes, --codes-from-head stores none; use --probe")
+    from dspine_mlx.models.needs import check_needs
+
+    check_needs(hf_path, target)  # before large imports, so that it is said at once
+
+    from dspine_mlx.convert.conversion import convert as run
+    from dspine_mlx.convert.conversion import upload
+
     with Bar(hidden=as_json or dry_run) as bar:
         plan = run(
             hf_path,

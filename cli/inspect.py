@@ -25,6 +25,10 @@ def inspect(
 ) -> None:
     """Describe a drafter: method, layout, the target it fits, sizes, and any problems. For a
     target: its kind and sizes, and public drafters for it."""
+    from dspine_mlx.models.needs import check_needs
+
+    check_needs(path)  # before large imports, so that it is said at once
+
     from dspine_mlx.load import resolve
 
     facts = facts_of(resolve(path, revision), check_weights, path)

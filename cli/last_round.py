@@ -61,8 +61,8 @@ class LastRound:
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         self.policy.plain_token(token, logprobs, waiting, depth)
 
-    def hopeless(self, depth: int) -> bool:
-        return self.policy.hopeless(depth)
+    def keeps_context(self, depth: int) -> bool:
+        return self.policy.keeps_context(depth)
 
     def verdict(self, depth: int) -> str:
         return self.policy.verdict(depth)

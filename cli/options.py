@@ -1,12 +1,15 @@
-"""Options that several commands have."""
+"""Options that several commands have, alone and in groups."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
-PAIR = "Pair"
+from dspine_mlx.errors import InputError
+
+PAIR, SAMPLING, CACHE = "Pair", "Sampling", "Cache"
 
 TargetOption = Annotated[
     str | None,
@@ -16,7 +19,6 @@ TargetOption = Annotated[
         rich_help_panel=PAIR,
     ),
 ]
-
 DraftOption = Annotated[
     str | None,
     typer.Option(
@@ -25,51 +27,141 @@ DraftOption = Annotated[
         rich_help_panel=PAIR,
     ),
 ]
-AdapterOption = Annotated[
-    str | None, typer.Option(help="Adapter weights for the target.", rich_help_panel=PAIR)
-]
-TrustOption = Annotated[
-    bool, typer.Option(help="Let the tokenizer run its own code.", rich_help_panel=PAIR)
-]
-DraftQuantOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Quantise the drafter's large matrices to 4 or 8 bits while loading it.",
-        rich_help_panel=PAIR,
-    ),
-]
-VerifyLengthOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Drafted tokens offered to the target per round: 'auto' (the default), or a "
-        "number; 0 is plain decoding.",
-        rich_help_panel=PAIR,
-    ),
-]
-KernelsOption = Annotated[
+SystemPromptOption = Annotated[str | None, typer.Option(help="System message.")]
+TemplateOption = Annotated[
     str,
     typer.Option(
-        help="'auto': the package's kernels where they win; 'exact': verify only with plain "
-        "decoding's bits, as checked here; 'off': plain MLX.",
-        rich_help_panel=PAIR,
+        "--chat-template-args",
+        "--chat-template-config",
+        help="Arguments of the chat template, a JSON object.",
     ),
 ]
-NoLookupOption = Annotated[
-    bool,
+SeedOption = Annotated[
+    int | None, typer.Option(help="Random seed; draws are mlx-lm's.", rich_help_panel=SAMPLING)
+]
+MaxKvSizeOption = Annotated[
+    int | None,
     typer.Option(
-        "--no-lookup",
-        help="Don't offer copies of earlier text where they are worth more than a draft.",
-        rich_help_panel=PAIR,
+        help="Keep only this many positions: the first 4 and the newest.", rich_help_panel=CACHE
     ),
 ]
-NoProfileOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-profile",
-        help="For verify length 'auto': guess what a step costs at first, don't measure it.",
-        rich_help_panel=PAIR,
-    ),
+PrefillStepOption = Annotated[
+    int, typer.Option(help="Prompt tokens per forward.", rich_help_panel=CACHE)
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its drafter, and how they draft."""
+
+    model: TargetOption = None
+    draft_model: DraftOption = None
+    adapter_path: Annotated[
+        str | None, typer.Option(help="Adapter weights for the target.", rich_help_panel=PAIR)
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Let the tokenizer run its own code.", rich_help_panel=PAIR)
+    ] = False
+    draft_quant: Annotated[
+        int | None,
+        typer.Option(
+            help="Quantise the drafter's large matrices to 4 or 8 bits while loading it.",
+            rich_help_panel=PAIR,
+        ),
+    ] = None
+    verify_length: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafted tokens offered to the target per round: 'auto' (the default), or a "
+            "number; 0 is plain decoding.",
+            rich_help_panel=PAIR,
+        ),
+    ] = None
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="'auto': the package's kernels where they win; 'exact': verify only with plain "
+            "decoding's bits, as checked here; 'off': plain MLX.",
+            rich_help_panel=PAIR,
+        ),
+    ] = "auto"
+    no_lookup: Annotated[
+        bool,
+        typer.Option(
+            "--no-lookup",
+            help="Don't offer copies of earlier text where they are worth more than a draft.",
+            rich_help_panel=PAIR,
+        ),
+    ] = False
+    no_profile: Annotated[
+        bool,
+        typer.Option(
+            "--no-profile",
+            help="For verify length 'auto': guess what a step costs at first, don't measure it.",
+            rich_help_panel=PAIR,
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: the fields of `Sampler` that a user sets."""
+
+    temp: Annotated[
+        float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Keep the likeliest tokens up to this mass; 1: all.", rich_help_panel=SAMPLING
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Drop tokens below this share of the top one's probability; 0: none.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0.0
+    min_tokens_to_keep: Annotated[
+        int, typer.Option(help="Tokens min-p keeps at least.", rich_help_panel=SAMPLING)
+    ] = 1
+    top_k: Annotated[
+        int,
+        typer.Option(
+            help="Keep this many of the likeliest tokens; 0: all.", rich_help_panel=SAMPLING
+        ),
+    ] = 0
+    xtc_probability: Annotated[
+        float,
+        typer.Option(
+            help="Chance, per token, that XTC leaves out the top choices.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float,
+        typer.Option(
+            help="Probability from which a token is a top choice for XTC.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0.1
+
+
+def parse_verify_length(value: str | None, num_draft_tokens: int | None = None) -> int | str:
+    """--verify-length, or --num-draft-tokens, which is mlx-lm's name for it."""
+    if num_draft_tokens is not None:
+        if value is not None:
+            raise InputError("--num-draft-tokens is --verify-length under another name; give one")
+        if num_draft_tokens < 0:
+            raise InputError(f"--num-draft-tokens is {num_draft_tokens}; it must be at least 0")
+        return num_draft_tokens
+    if value is None or value == "auto":
+        return "auto"
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+        raise InputError(f"--verify-length is {value!r}; it must be 'auto' or a number from 0 on")
+    return int(value)
 
 
 class SeveralValues(TyperCommand):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from dspine_mlx.errors import InputError
@@ -15,6 +16,18 @@ def check_new(path: Path | None) -> None:
         raise InputError(f"{path} exists; name a new file")
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} for {path.name}; make it first")
+
+
+def check_plot(path: Path | None) -> None:
+    """The same for a plot, and that it can be drawn."""
+    check_new(path)
+    if path is not None:
+        check_matplotlib()
+
+
+def check_matplotlib() -> None:
+    if not find_spec("matplotlib"):
+        raise InputError("--plot needs matplotlib; install it with pip install matplotlib")
 
 
 @contextmanager

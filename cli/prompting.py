@@ -3,16 +3,51 @@
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.options import SystemPromptOption, TemplateOption
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 QUERY = "<query>"  # stands in for the prompt while the template is tried out
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """What is put around the prompt."""
+
+    system_prompt: SystemPromptOption = None
+    prefill_response: Annotated[
+        str | None, typer.Option(help="Beginning of the answer, which the model continues.")
+    ] = None
+    chat_template_args: TemplateOption = "{}"
+    ignore_chat_template: Annotated[
+        bool, typer.Option("--ignore-chat-template", help="Use the prompt as it is.")
+    ] = False
+    use_default_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--use-default-chat-template",
+            help="As in mlx_lm.generate, which always uses the tokenizer's chat template.",
+        ),
+    ] = False
+    extra_eos_token: Annotated[
+        list[str] | None, typer.Option(help="Further tokens that end the text.")
+    ] = None
+    image: Annotated[
+        list[str] | None, typer.Option(help="Refused: drafters read text only.", hidden=True)
+    ] = None
+
+    def check(self) -> None:
+        """`InputError` for what can be seen before the models are loaded."""
+        if self.image:
+            raise InputError("--image can't be used: drafters read text; see mlx_lm.generate")
+        parse_object("--chat-template-args", self.chat_template_args)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -62,6 +97,27 @@ def parse_object(flag: str, value: str) -> dict[str, Any]:
     if own:
         raise InputError(f"{flag} sets {', '.join(sorted(own))}, which --prefill-response decides")
     return parsed
+
+
+def prompt_tokens(
+    text: str, prompting: Prompting, tokenizer: "TokenizerWrapper", *, as_suffix: bool
+) -> list[int]:
+    """The prompt's tokens, in the chat template unless that is switched off. as_suffix: only what
+    follows a prompt cache."""
+    for token in prompting.extra_eos_token or []:
+        add_eos_token(tokenizer, readable("--extra-eos-token", token))
+    if prompting.ignore_chat_template or not has_template(tokenizer, prompting.system_prompt):
+        return list(tokenizer.encode(text))
+    messages = messages_of(text, prompting.system_prompt, prompting.prefill_response)
+    arguments = parse_object("--chat-template-args", prompting.chat_template_args)
+    return apply_template(tokenizer, messages, arguments, as_suffix=as_suffix)
+
+
+def add_eos_token(tokenizer: "TokenizerWrapper", token: str) -> None:
+    try:
+        tokenizer.add_eos_token(token)
+    except ValueError as error:
+        raise InputError(f"--extra-eos-token {token!r} is no token of this model") from error
 
 
 def has_template(tokenizer: "TokenizerWrapper", system_prompt: str | None) -> bool:

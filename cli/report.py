@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dspine_mlx.cli.options import TargetOption
+from dspine_mlx.cli.options import DraftOption, TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 
 
@@ -18,7 +18,7 @@ def report(
         bool, typer.Option("--bench", help="Also measure the pair's speed on two short prompts.")
     ] = False,
     model: TargetOption = None,
-    draft_model: Annotated[str | None, typer.Option(help="Drafter: a folder or Hub id.")] = None,
+    draft_model: DraftOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object only, no text.")] = False,
 ) -> None:
     """Make a report to attach to a bug, or to send as a measurement of your chip.
@@ -29,6 +29,9 @@ def report(
     you send it.
     """
     check_new(output)
+    from dspine_mlx.models.needs import check_pair
+
+    check_pair(model, draft_model)  # before large imports, so that it is said at once
     from dspine_mlx.measure.report import as_text, bundle
 
     found = bundle(model, draft_model, bench)

@@ -1,11 +1,14 @@
 """Printing: consoles of any width that never cut a figure."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+
+Step = TypeVar("Step")
 
 DEFAULT, PIPED = 80, 200  # columns: of a terminal that does not tell its width, and of a file
 NARROWEST = 20  # columns that a terminal may have
@@ -20,6 +23,22 @@ def console(stderr: bool = False) -> Console:
     elif screen.width < NARROWEST:
         screen.width = DEFAULT
     return screen
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say on standard error what is being done, until it is; silent where that is piped."""
+    screen = console(stderr=True)
+    with screen.status(f"{what} ...") if screen.is_terminal else nullcontext():
+        yield
+
+
+def tracked(steps: Iterable[Step], what: str, total: int) -> Iterable[Step]:
+    """The steps, counted by a bar on standard error; silent where that is piped."""
+    from rich.progress import track
+
+    screen = console(stderr=True)
+    return track(steps, what, total, console=screen, transient=True, disable=not screen.is_terminal)
 
 
 def print_table(screen: Console, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

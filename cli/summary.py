@@ -15,23 +15,34 @@ if TYPE_CHECKING:
     from dspine_mlx.round.statistics import GenerationResponse
 
 
-def show(responses: "Iterator[GenerationResponse]", by_origin: bool) -> "GenerationResponse":
-    """Print the text as it comes; by_origin marks what was drafted, where there are colours."""
-    screen = console()
+def show(
+    responses: "Iterator[GenerationResponse]", by_origin: bool
+) -> "tuple[GenerationResponse, bool]":
+    """Print the text as it comes; by_origin marks what was drafted, where there are colours.
+
+    Returns the last response, and whether Ctrl-C came after it.
+    """
+    screen, last, interrupted = console(), None, False
     marked = by_origin and screen.color_system is not None
     style = drafted_style(screen)
-    for response in responses:
-        if marked:
-            drafted = style if response.from_draft else None
-            screen.out(response.text, style=drafted, end="", highlight=False)
-        else:
-            typer.echo(response.text, nl=False)
+    try:
+        for last in responses:
+            if marked:
+                drafted = style if last.from_draft else None
+                screen.out(last.text, style=drafted, end="", highlight=False)
+            else:
+                typer.echo(last.text, nl=False)
+    except KeyboardInterrupt:
+        if last is None:
+            raise
+        interrupted = True
     typer.echo()
     if marked:
         legend = console(stderr=True)
         legend.out("drafted and accepted", style=style, end="", highlight=False)
         legend.out("; the rest is the target's own", highlight=False)
-    return response
+    assert last is not None
+    return last, interrupted
 
 
 def drafted_style(screen: Console) -> Style:

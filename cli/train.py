@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dspine_mlx.train.config import LossConfig
     from dspine_mlx.train.run import Job, Run
 
-app = typer.Typer(help="Train a drafter for a target, in MLX.", no_args_is_help=True)
+app = Commands(help="Train a drafter for a target, in MLX.", no_args_is_help=True)
 
 
 class Dtype(str, Enum):
@@ -93,6 +94,10 @@ def run(
 ) -> None:
     """Train a drafter on texts of its target. Ctrl-C saves; --resume continues bit for bit. If a
     finished run's OUTPUT/drafter was moved away, --resume writes it again."""
+    from dspine_mlx.models.needs import check_needs
+
+    if not resume:
+        check_needs(model, warm_start)  # before large imports, so that it is said at once
     from dspine_mlx.train.run import Run, new_run
 
     if resume:
@@ -128,11 +133,16 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) -> None:
     """Build the run, train it, and leave OUTPUT/drafter."""
+    from dspine_mlx.cli import plots
+    from dspine_mlx.cli.output import check_matplotlib
     from dspine_mlx.train.export import check_layout
-    from dspine_mlx.train.plot import plot as draw
+    from dspine_mlx.train.loop import read_log
 
     reduced = todo.drafter.get("draft_vocab_size")
     check_layout(todo.method, reduced, drafter.layout is Layout.hf)
+    curves = output / "curves.png"
+    if plot:
+        check_matplotlib()
     with progress_bar() as bar, interruptible() as interrupted:
         job = prepare(todo, output, bar)
         if not resume:
@@ -140,7 +150,8 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
         kept = job.trainer.finished and (output / "drafter").exists()
         finished = train(job, output, bar, interrupted, writer(job, todo.loss, output, drafter))
     if plot:
-        draw(output / "log.jsonl", output / "curves.png")
+        curves.unlink(missing_ok=True)  # of an earlier part of this run
+        plots.training(list(read_log(output / "log.jsonl")), curves)
     if not finished:
         typer.echo(
             f"Saved at step {job.trainer.step}. Go on with: dspine-mlx train run {output} --resume"
@@ -272,6 +283,10 @@ def regenerate(
 ) -> None:
     """Rewrite the answers of DATA with the target itself, in batches. A drafter must learn
     these."""
+    from dspine_mlx.models.needs import check_needs
+
+    check_needs(model)  # before large imports, so that it is said at once
+
     import mlx.core as mx
 
     from dspine_mlx.arguments import check_seed, check_whole
@@ -320,6 +335,10 @@ def evaluate(
 ) -> None:
     """Measure acceptance on held-out prompts: in real decoding, per slot, and beside prompt
     lookup."""
+    from dspine_mlx.models.needs import check_needs
+
+    check_needs(model, draft_model)  # before large imports, so that it is said at once
+
     from dspine_mlx.arguments import check_seed, check_whole
     from dspine_mlx.train.evaluate import measure
 

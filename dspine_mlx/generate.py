@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
-from mlx_lm.models.cache import KVCache, _BaseCache, make_prompt_cache
-from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -36,19 +36,28 @@ from dspine_mlx.round.policy import Policy, check_verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
 from dspine_mlx.round.text import Checkpoints, DraftFilter, Text, Token
+from dspine_mlx.round.user_code import FedByMLX, user_processors, user_sampler
+from dspine_mlx.target.given_cache import check_given, target_layout
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.verify_length.schedule import policy_for
 
 
 def plain_tokens(
-    prompt: mx.array, model: nn.Module, *, prompt_cache: list[Any] | None, **options: Any
+    prompt: mx.array,
+    model: nn.Module,
+    *,
+    sampler: SamplerFunction,
+    prompt_cache: list[Any] | None,
+    **options: Any,
 ) -> Generator[Token, None, None]:
     """Decode with mlx-lm alone, for a model without a drafter. A drafter's entries in the cache are
     left as they are."""
     own = None if prompt_cache is None else prompt_cache[: len(make_prompt_cache(model))]
+    fed = FedByMLX(sampler)
+    options |= {"sampler": fed, "prompt_cache": own}
     try:
-        for token, logprobs in generate_step(prompt, model, prompt_cache=own, **options):
-            yield token, logprobs, False
+        for _, logprobs in generate_step(prompt, model, **options):
+            yield fed.read(), logprobs, False
     finally:
         if prompt_cache is not None and own is not None:
             prompt_cache[: len(own)] = own
@@ -63,32 +72,31 @@ def make_caches(
     are relative, so a drafter that has not seen the cached tokens still drafts, from less context.
     Quantised caches of the drafter are replaced in the same way.
     """
-    own = make_prompt_cache(model, max_kv_size)
     if given is None:
-        return own + drafter.make_cache()
-    check_own_caches(given, own)
-    if len(given) == len(own):
+        return make_prompt_cache(model, max_kv_size) + drafter.make_cache()
+    count = check_length(given, model)
+    check_given(given, drafter.target.cache_layout)
+    if len(given) == count:
         given.extend(drafter.make_cache())
-    if len(given) != len(own) + len(drafter.layers):
+    if len(given) != count + len(drafter.layers):
         raise InputError(
-            f"prompt_cache has {len(given)} entries; this pair needs {len(own)} for the target and "
+            f"prompt_cache has {len(given)} entries; this pair needs {count} for the target and "
             f"{len(drafter.layers)} for the drafter"
         )
-    if any(type(c) is not KVCache for c in given[len(own) :]):
-        given[len(own) :] = drafter.make_cache()
+    if any(type(c) is not KVCache for c in given[count:]):
+        given[count:] = drafter.make_cache()
+    check_given(given, drafter.cache_layout, count, "drafter")
     return given
 
 
-def check_own_caches(given: Any, own: list[Any]) -> None:
-    """A list whose first entries are caches, as many as the target's own."""
+def check_length(given: Any, model: nn.Module) -> int:
+    """Require a list with an entry for each of the model's caches; return how many these are."""
+    count = len(make_prompt_cache(model))
     if not isinstance(given, list):
         raise InputError(f"prompt_cache is a {type(given).__name__}; it must be a list")
-    if len(given) < len(own):
-        raise InputError(f"prompt_cache has {len(given)} entries; this target needs {len(own)}")
-    kinds = (_BaseCache, *map(type, own))  # some models of mlx-lm have a kind of their own
-    for i, cache in enumerate(given):
-        if not isinstance(cache, kinds):
-            raise InputError(f"prompt_cache[{i}] is {cache!r}; it must be a cache of mlx-lm's")
+    if len(given) < count:
+        raise InputError(f"prompt_cache has {len(given)} entries; this target needs {count}")
+    return count
 
 
 def to_token_ids(
@@ -214,8 +222,7 @@ def stream_generate(
     vocabulary = vocabulary_of(model)
     prompt = to_token_ids(tokenizer, prompt, vocabulary)
     speed = Speed(prompt_progress_callback)
-    if sampler is None or (isinstance(sampler, Sampler) and sampler.temp == 0):
-        sampler = greedy_sampler
+    sampler, processors = user_sampler(sampler), user_processors(logits_processors)
     if isinstance(sampler, Sampler) and vocabulary is not None:
         check_top_k(sampler.top_k, vocabulary)
     statistics = Statistics()
@@ -225,14 +232,15 @@ def stream_generate(
     check_checkpoints(prompt, checkpoints)
     if drafter is None:
         if prompt_cache is not None:
-            check_own_caches(prompt_cache, make_prompt_cache(model))
+            check_length(prompt_cache, model)
+            check_given(prompt_cache, target_layout(model))
         tokens = plain_tokens(
             prompt,
             model,
             stream=stream,
             max_tokens=max_tokens,
             sampler=sampler,
-            logits_processors=logits_processors,
+            logits_processors=processors,
             prompt_cache=prompt_cache,
             max_kv_size=max_kv_size,
             prefill_step_size=prefill_step_size,
@@ -242,12 +250,14 @@ def stream_generate(
             prompt_progress_callback=speed.progress,
         )
     else:
+        if kv_bits is not None:
+            drafter.target.verify_kernels.expect_caches(kv_bits, kv_group_size)
         text = partial(
             Text,
             drafter,
             make_caches(model, drafter, prompt_cache, max_kv_size),
             sampler,
-            list(logits_processors or []),
+            processors,
             quantization,
             frozenset(tokenizer.eos_token_ids),
             statistics,

@@ -24,7 +24,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
-from dspine_mlx.models.choose import AUTO, choose
+from dspine_mlx.models.choose import choose
 from dspine_mlx.models.fit import check_configs
 from dspine_mlx.models.hub import (
     DOWNLOAD_ERRORS,
@@ -33,6 +33,7 @@ from dspine_mlx.models.hub import (
     not_downloaded,
     online,
 )
+from dspine_mlx.models.needs import AUTO
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 from dspine_mlx.target.row_kernels import prepare

@@ -49,7 +49,7 @@ class Kernel:
     launch of the kernel whose body is NAME.metal; function comes from `mx.fast.metal_kernel`.
     limits(*args): why the kernel doesn't serve these arguments, or None. `strided` inputs are
     passed with their strides, so that a broadcast costs no copy. Arguments are arrays, `Lookup`s
-    and floats. HEADER.metal holds the functions that the body calls.
+    and floats. The .metal files of the headers hold the functions that the body calls.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Kernel:
         launcher: Callable[..., Arrays],
         limits: Callable[..., str | None],
         strided: bool = False,
-        header: str = "header",
+        headers: tuple[str, ...] = ("header",),
     ):
         self.name, self.reference, self.launcher = name, reference, launcher
         self.limits = limits
@@ -70,7 +70,7 @@ class Kernel:
             "input_names": inputs,
             "output_names": outputs,
             "source": source(name),
-            "header": source(header),
+            "header": "".join(map(source, headers)),
             "ensure_row_contiguous": not strided,
         }
         self.function: Callable[..., Arrays] = mx.fast.metal_kernel(**self.definition)

@@ -152,5 +152,5 @@ ROWS_TILE = Kernel(
     lambda x, matrix, cut: [multiply(x, matrix)],
     launch_tile,
     tile_limits,
-    header="rows_header",
+    headers=("rows_header",),
 )

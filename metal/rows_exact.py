@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from dspine_mlx.metal.kernel import Arrays, Kernel
-from dspine_mlx.metal.rows import INPUTS, Matrix, multiply, rows_limits
+from dspine_mlx.metal.rows import INPUTS, MODES, Matrix, multiply, rows_limits
 
 SIMDGROUPS = 2  # of a threadgroup
 FUSIONS = range(5)
@@ -49,13 +49,14 @@ CUTS = ((4, 4), (4, 8), (8, 2))  # rows and outputs per simdgroup: about 65, 100
 def forms(matrix: Matrix) -> list[Form]:
     """Forms that MLX's kernel may have for this matrix, most likely first."""
     packs = (2, 1) if matrix.shape[1] % 512 == 0 else (1, 2)
-    return [Form(p, w, f) for w, p, f in product((True, False), packs, FUSIONS)]
+    sums = (True, False) if matrix.mode == "affine" else (True,)  # other modes have no bias
+    return [Form(p, w, f) for w, p, f in product(sums, packs, FUSIONS)]
 
 
 def rows_exact(x: mx.array, matrix: Matrix, cut: Exact | None = None) -> mx.array:
     """y = x W^T, each row with the bits of MLX's one-row kernel; cut None: one MLX call per row.
 
-    x: [M, K] of 2 to 32 rows; W: [N, K], affine of 3 to 8 bits.
+    x: [M, K] of 2 to 32 rows; W: [N, K], packed in any of MLX's ways but with 2 bits.
     """
     if cut is None:
         return apart(x, matrix)
@@ -76,9 +77,10 @@ def launch_exact(
     threads = 32 * SIMDGROUPS
     sizes = {"BITS": matrix.bits, "GROUP": matrix.group_size, "SIMDGROUPS": SIMDGROUPS}
     sizes |= {"ROWS": rows, "OUTS": cut.outputs, "PACKS": cut.form.packs}
-    sizes |= {"WIDE": cut.form.wide, "FUSE": cut.form.fuse}
+    sizes |= {"WIDE": cut.form.wide, "FUSE": cut.form.fuse, "MODE": MODES[matrix.mode]}
+    biases = matrix.scales if matrix.biases is None else matrix.biases  # not read
     return function(
-        inputs=[x, matrix.weight, matrix.scales, matrix.biases],
+        inputs=[x, matrix.weight, matrix.scales, biases],
         template=[("T", x.dtype), *sizes.items()],
         grid=(threads * tiles, -(-N // (cut.outputs * SIMDGROUPS)), 1),
         threadgroup=(threads, 1, 1),
@@ -88,8 +90,8 @@ def launch_exact(
 
 
 def exact_limits(x: mx.array, matrix: Matrix, cut: Exact | None = None) -> str | None:
-    if matrix.scales is None or matrix.mode != "affine":
-        return "not packed in integers"
+    if matrix.scales is None:
+        return "not packed"
     N, K = matrix.shape
     if K in (64, 128):
         return f"a weight of {N} x {K}, for which MLX has another kernel"
@@ -103,5 +105,5 @@ ROWS_EXACT = Kernel(
     lambda x, matrix, cut: [apart(x, matrix)],
     launch_exact,
     exact_limits,
-    header="rows_exact_header",
+    headers=("rows_header", "rows_exact_header"),
 )

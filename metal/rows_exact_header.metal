@@ -1,5 +1,4 @@
-// The order in which MLX's kernel for one row adds products, spelt out. MLX puts this before a body.
-#define UNROLL _Pragma("clang loop unroll(full)")
+// The order in which MLX's kernel for one row adds products, spelt out. After rows_header.
 
 // Columns of a pack: 32 bits, or 3 or 5 bytes.
 template <int BITS>
@@ -48,11 +47,20 @@ inline void load_inputs(const device T* from, thread T* to) {
     }
 }
 
-// One factor of each product of the unit that begins at `bit`.
-template <int BITS>
+// One factor of each product of the unit that begins at `bit`: fields of integers, or the small floats
+// themselves.
+template <int MODE, int BITS>
 inline void unit_weights(const thread uint* words, int bit, thread float* terms) {
     constexpr int WINDOW = window_bits<BITS>();
     int term = 0;
+    if constexpr (MODE != AFFINE) {
+        UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
+            int at = bit + c * BITS;
+            uint field = words[at / 32] >> (at % 32) & ((1u << BITS) - 1u);
+            terms[c] = small_float<BITS>(field);
+        }
+        return;
+    }
     UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
         int at = bit + c * BITS, low = at % WINDOW;
         int inside = min(BITS, WINDOW - low);
@@ -65,11 +73,16 @@ inline void unit_weights(const thread uint* words, int bit, thread float* terms)
     }
 }
 
-// The other: x over 2^low, and times 2^WINDOW for the rest of a field. Powers of two: exact.
-template <int BITS>
+// The other: x, for integers over 2^low, and times 2^WINDOW for the rest of a field. Powers of two:
+// exact.
+template <int MODE, int BITS>
 inline void unit_inputs(const thread float* x, thread float* terms) {
     constexpr int WINDOW = window_bits<BITS>();
     int term = 0;
+    if constexpr (MODE != AFFINE) {
+        UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) terms[c] = x[c];
+        return;
+    }
     UNROLL for (int c = 0; c < unit_columns<BITS>(); ++c) {
         int low = c * BITS % WINDOW;
         float scaled = x[c] / static_cast<float>(1 << low);
@@ -117,8 +130,69 @@ inline float add_unit(float dot, const thread float* a, const thread float* b) {
     return dot;
 }
 
-template <int FUSE>
-inline float scale_and_bias(float scale, float dot, float bias, float sum) {
-    if constexpr (FUSE == 0) return scale * dot + sum * bias;
-    else return FUSE % 2 == 1 ? fma(scale, dot, sum * bias) : fma(sum, bias, scale * dot);
+// A row's result with a block's products. Small floats have no bias: there the odd forms fuse the
+// scale with the addition.
+template <int MODE, int FUSE>
+inline float add_block(float result, float scale, float dot, float bias, float sum) {
+    if constexpr (MODE != AFFINE) {
+        if (FUSE % 2 == 1) return fma(scale, dot, result);
+        float scaled = scale * dot;  // a statement of its own, as in MLX
+        return result + scaled;
+    } else if constexpr (FUSE == 0) {
+        return result + (scale * dot + sum * bias);
+    } else {
+        return result + (FUSE % 2 == 1 ? fma(scale, dot, sum * bias) : fma(sum, bias, scale * dot));
+    }
+}
+
+// A lane's part of OUTS x ROWS results, which simd_sum completes: it takes PACKS packs of columns of
+// every 32 PACKS, unit by unit. outputs, rows: rows of W and of x.
+template <int MODE, int BITS, int GROUP, int PACKS, bool WIDE, int FUSE, int OUTS, int ROWS,
+          typename T, typename S, typename B>
+inline void lane_sums(
+    const device uint* weight, const device S* scales, const device B* biases, const device T* x,
+    const thread size_t* outputs, const thread size_t* rows, int K, int lane,
+    thread float* results) {
+    constexpr int UNIT = unit_columns<BITS>(), TERMS = unit_terms<BITS>();
+    constexpr int SPAN = PACKS * pack_columns<BITS>(), BYTES = SPAN * BITS / 8;
+    UNROLL for (int i = 0; i < OUTS * ROWS; ++i) results[i] = 0.0f;
+    for (int column = lane * SPAN; column < K; column += 32 * SPAN) {
+        uint packed[OUTS][(BYTES + 3) / 4];
+        UNROLL for (int o = 0; o < OUTS; ++o) {
+            size_t at = outputs[o] * K + column;
+            load_bytes<BYTES>(weight, at / 8 * BITS + at % 8 * BITS / 8, packed[o]);
+        }
+        float dots[OUTS][ROWS], sums[ROWS];
+        UNROLL for (int m = 0; m < ROWS; ++m) {
+            sums[m] = 0.0f;
+            UNROLL for (int o = 0; o < OUTS; ++o) dots[o][m] = 0.0f;
+        }
+        UNROLL for (int u = 0; u < SPAN; u += UNIT) {
+            float inputs[ROWS][TERMS];
+            UNROLL for (int m = 0; m < ROWS; ++m) {
+                T from[UNIT];
+                float values[UNIT];
+                load_inputs<UNIT>(x + rows[m] * K + column + u, from);
+                UNROLL for (int c = 0; c < UNIT; ++c) values[c] = static_cast<float>(from[c]);
+                if (MODE == AFFINE) sums[m] = add_inputs<BITS, WIDE>(sums[m], from);
+                unit_inputs<MODE, BITS>(values, inputs[m]);
+            }
+            UNROLL for (int o = 0; o < OUTS; ++o) {
+                float weights[TERMS];
+                unit_weights<MODE, BITS>(packed[o], u * BITS, weights);
+                UNROLL for (int m = 0; m < ROWS; ++m) {
+                    dots[o][m] = add_unit<BITS, FUSE>(dots[o][m], inputs[m], weights);
+                }
+            }
+        }
+        UNROLL for (int o = 0; o < OUTS; ++o) {
+            size_t at = (outputs[o] * K + column) / GROUP;
+            float scale = scale_value<MODE>(scales[at]);
+            float bias = MODE == AFFINE ? static_cast<float>(biases[at]) : 0.0f;
+            UNROLL for (int m = 0; m < ROWS; ++m) {
+                results[o * ROWS + m] = add_block<MODE, FUSE>(
+                    results[o * ROWS + m], scale, dots[o][m], bias, sums[m]);
+            }
+        }
+    }
 }

@@ -87,3 +87,31 @@ inline float scale_value(S scale) {
         return as_type<float>(scale == 0 ? 1u << 22 : static_cast<uint>(scale) << 23);
     }
 }
+
+// 8 columns of one key or value of a cache from `column` on, as T: as they are (BITS 0), or packed in
+// 4 or 8 bits (scales and biases are not read at BITS 0). at, scales_at: where the key or value begins.
+template <int BITS, int GROUP, typename T, typename S>
+inline void load_cached(
+    const device T* cache, size_t at, size_t stride, const device S*, const device S*, size_t,
+    int column, thread T* to) {
+    if (stride == 1) {
+        UNROLL for (int c = 0; c < 8; ++c) to[c] = cache[at + column + c];
+    } else {
+        UNROLL for (int c = 0; c < 8; ++c) to[c] = cache[at + (column + c) * stride];
+    }
+}
+
+template <int BITS, int GROUP, typename T>
+inline void load_cached(
+    const device uint* cache, size_t at, size_t, const device T* scales, const device T* biases,
+    size_t scales_at, int column, thread T* to) {
+    float scale = static_cast<float>(scales[scales_at + column / GROUP]);
+    float bias = static_cast<float>(biases[scales_at + column / GROUP]);
+    UNROLL for (int w = 0; w < BITS / 4; ++w) {
+        uint word = cache[at + column * BITS / 32 + w];
+        UNROLL for (int f = 0; f < 32 / BITS; ++f) {
+            uint field = word >> (f * BITS) & ((1u << BITS) - 1u);
+            to[w * (32 / BITS) + f] = static_cast<T>(static_cast<float>(field) * scale + bias);
+        }
+    }
+}

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchStats, generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import LogitsProcessor, greedy_sampler
+from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -43,6 +43,7 @@ from dspine_mlx.round.policy import check_verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
 from dspine_mlx.round.text import DraftFilter, Text, Token
+from dspine_mlx.round.user_code import user_processors, user_sampler
 
 Prompts = list[str] | list[list[int]] | list[mx.array]
 Response = tuple[int, GenerationResponse]  # a prompt's index, and its next token
@@ -65,8 +66,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
-        if self.sampler is None or (isinstance(self.sampler, Sampler) and self.sampler.temp == 0):
-            self.sampler = greedy_sampler
+        self.sampler = user_sampler(self.sampler)
+        self.processors = user_processors(self.processors)
         if self.seed is not None:
             check_seed(self.seed)
             if isinstance(self.sampler, Sampler):

@@ -12,6 +12,7 @@ from dspine_mlx.batch.policy import BatchPolicy
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.round.accept import normalised
 from dspine_mlx.round.text import Token
+from dspine_mlx.round.user_code import picked
 
 
 def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
@@ -24,7 +25,10 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     batch.accept([1] * len(texts))
     if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
         batch.ahead = step(batch, this.tokens)
-    tokens = this.tokens.tolist()
+    tokens = [
+        picked(token, len(row))
+        for token, row in zip(this.tokens.tolist(), this.logprobs, strict=True)
+    ]
     now = time.perf_counter()
     seconds = now - this.started
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
@@ -32,15 +36,16 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     policy.plain_step(texts, seconds if timed else None, batch.depth)
 
     blocks = []
-    for text, picked, row in zip(texts, tokens, this.logprobs, strict=True):
+    for text, token, row in zip(texts, tokens, this.logprobs, strict=True):
         text.text.statistics.plain += 1
-        blocks.append(text.go_on([(picked, row, False)]))
+        blocks.append(text.go_on([(token, row, False)]))
     return blocks
 
 
 def step(batch: Batch, fed: mx.array) -> Ahead:
     """Start a forward over a token of each text [B], and the choice of the tokens that follow."""
-    texts, fed, started = batch.texts, fed.astype(mx.uint32), time.perf_counter()
+    texts, started = batch.texts, time.perf_counter()
+    fed = mx.clip(fed, 0, batch.drafter.target.vocab_size - 1).astype(mx.uint32)  # not read yet
     keys = [text.key for text in texts]
     logits = batch.feed(fed[:, None])
     logprobs = normalised(logits[:, 0])
@@ -54,9 +59,9 @@ def step(batch: Batch, fed: mx.array) -> Ahead:
             token, row = sampled(text, fed[i : i + 1], logits[i])
             tokens.append(token)
             rows.append(row)
-    picked = mx.concatenate([token.astype(mx.uint32) for token in tokens])
-    mx.async_eval(picked, rows)
-    return Ahead(fed, picked, rows, batch.features, keys, started)
+    following = mx.concatenate([token.astype(mx.int64) for token in tokens])
+    mx.async_eval(following, rows)
+    return Ahead(fed, following, rows, batch.features, keys, started)
 
 
 def sampled(text: BatchText, fed: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -1,6 +1,7 @@
 """A drafter: a network bound to the target that it drafts for."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.target.given_cache import Layout, layout
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.misfit import Misfit
 
@@ -48,6 +50,13 @@ class Drafter:
     def make_cache(self) -> list[KVCache]:
         """Empty caches of the context, one per layer."""
         return self.network.make_cache()
+
+    @cached_property
+    def cache_layout(self) -> Layout:
+        """What its caches hold, without a forward."""
+        caches = self.make_cache()
+        self.extend(mx.zeros((1, 1, self.network.feature_size), self.target.dtype), caches)
+        return layout(caches)
 
     def no_features(self) -> mx.array:
         """Features of no positions: [1, 0, m*d]."""

@@ -19,11 +19,10 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import resolve
 from dspine_mlx.measure.clock import LEAST_TOKENS, Clock, mlx_lm_speculative
+from dspine_mlx.measure.modes import AUTO, MLX_LM, PLAIN, verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse
 from dspine_mlx.target.open import open_target
-
-PLAIN, AUTO, MLX_LM = "plain", "auto", "mlx-lm-draft:"
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,6 @@ Run = Callable[[list[int], int, Progress], Iterator[Any]]  # prompt, max_tokens 
 
 def untimed(done: int, total: int) -> None:
     """Ignore progress: for runs that are not timed."""
-
-
-def verify_length(mode: str) -> int | str | None:
-    """The verify length of `auto` and `fixed:N`; None for mlx-lm's own modes."""
-    if mode == PLAIN or (mode.startswith(MLX_LM) and mode != MLX_LM):
-        return None
-    kind, _, number = mode.partition(":")
-    if mode != AUTO and (kind != "fixed" or not number.isdecimal()):
-        raise InputError(
-            f"can't compare {mode!r}; modes are plain, auto, fixed:N and mlx-lm-draft:MODEL"
-        )
-    return AUTO if mode == AUTO else int(number)
 
 
 def make_run(mode: str, pair: Models) -> Run:

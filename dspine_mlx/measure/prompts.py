@@ -3,12 +3,16 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
 from dspine_mlx.checkpoints.files import parse_json
 from dspine_mlx.errors import InputError
+from dspine_mlx.models.hub import DOWNLOAD_ERRORS, check_reachable, not_downloaded, online
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Messages = list[dict[str, str]]
 
@@ -72,6 +76,13 @@ def parse(line: str) -> Messages | None:
     return None
 
 
+def encode(tokenizer: "TokenizerWrapper", messages: Messages) -> list[int]:
+    """Tokens that ask for an answer, in the chat template if there is one."""
+    if tokenizer.has_chat_template:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    return list(tokenizer.encode("\n".join(message["content"] for message in messages)))
+
+
 def is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(
         isinstance(message.get(key), str) for key in ("role", "content")
@@ -105,17 +116,26 @@ def gsm_templates(limit: int) -> list[str]:
 def gsm8k(limit: int) -> list[str]:
     """Grade-school word problems (arXiv:2110.14168), from the Hub."""
     try:
-        from datasets import load_dataset
+        from datasets import config, load_dataset
     except ImportError as error:
         raise missing("gsm8k", "datasets", error) from error
-    return load_dataset("openai/gsm8k", "main", split=f"test[:{limit}]")["question"]
+    config.HF_DATASETS_OFFLINE = not online()  # else it tries for minutes
+    try:
+        return load_dataset("openai/gsm8k", "main", split=f"test[:{limit}]")["question"]
+    except ConnectionError as error:
+        raise InputError(f"the suite gsm8k is not here, and {error}; connect first") from error
 
 
 def mt_bench(limit: int) -> list[str]:
     """First turns of MT-bench (arXiv:2306.05685), from the Hub."""
-    file = hf_hub_download(
-        "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", repo_type="dataset"
-    )
+    place = ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")
+    file = try_to_load_from_cache(*place, repo_type="dataset")
+    if not isinstance(file, str):
+        check_reachable(place[0])
+        try:
+            file = hf_hub_download(*place, repo_type="dataset")
+        except DOWNLOAD_ERRORS as error:
+            raise not_downloaded(place[0], error) from error
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["turns"][0] for line in lines[:limit]]
 

@@ -4,10 +4,8 @@ from typing import NamedTuple
 
 from dspine_mlx.drafters import METHODS
 from dspine_mlx.errors import InputError
-from dspine_mlx.models.hub import cached_folder
-from dspine_mlx.models.registry import Entry, fitting, registry
-
-AUTO = "auto"
+from dspine_mlx.models.needs import candidates, snapshot
+from dspine_mlx.models.registry import Entry
 
 
 class Choice(NamedTuple):
@@ -20,8 +18,7 @@ class Choice(NamedTuple):
 
 def usable(model: str) -> list[Entry]:
     """Entries that fit a target, can be read here, and need no conversion first."""
-    found = fitting(model, registry())
-    return [entry for entry in found if entry.automatic and entry.method in METHODS]
+    return [entry for entry in candidates(model) if entry.method in METHODS]
 
 
 def choose(model: str) -> Choice:
@@ -33,9 +30,9 @@ def choose(model: str) -> Choice:
             "and --draft-model names any other"
         )
     for entry in found:
-        for revision in (entry.revision, None):
-            if cached_folder(entry.id, revision) is not None:
-                return Choice(entry.id, revision, entry)
+        here = snapshot(entry)
+        if here is not None:
+            return Choice(entry.id, here[0], entry)
     return Choice(found[0].id, found[0].revision, found[0])
 
 

@@ -102,10 +102,11 @@ def not_downloaded(name: str | Path, error: Exception) -> InputError:
     )
 
 
-def check_reachable(name: str) -> None:
-    """`InputError` at once, where a download would only fail after long waiting."""
+def check_reachable(*names: str) -> None:
+    """`InputError` at once, where a download would only fail after a long wait."""
     if not online():
+        verb = "is" if len(names) == 1 else "are"
         raise InputError(
-            f"{name} is not in the Hub's cache here, and {constants.ENDPOINT} can't be reached; "
-            "connect to the network, or give a model folder"
+            f"{' and '.join(names)} {verb} not in the Hub's cache here, and {constants.ENDPOINT} "
+            "can't be reached; connect to the network, or give a model folder"
         )

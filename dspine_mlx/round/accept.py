@@ -13,6 +13,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
+from dspine_mlx.round.user_code import picked
 
 
 class TargetLogits:
@@ -134,7 +135,7 @@ def match(tokens: mx.array, logprobs: mx.array, sampler: SamplerFunction) -> tup
     n = agree.item()
     if states:
         mx.random.state[0][:] = states[n]
-    return n, wanted[n].item()
+    return n, picked(wanted[n].item(), logprobs.shape[-1])
 
 
 def ratios(draft: Draft, p: mx.array) -> mx.array:

@@ -81,7 +81,7 @@ def warn_of_misfit(text: Text) -> None:
 def decode_text(text: Text, policy: Policy, budget: float) -> Generator[Token, None, None]:
     """Decode in rounds while drafting pays, plainly while it does not, until `budget` tokens or a
     stop token."""
-    text.context.hopeless = policy.hopeless
+    text.context.keeps_up = policy.keeps_context
     while budget > 0:
         plainly = policy.parked or budget < 2  # nothing is drafted for the last token
         for token in (decode_plainly if plainly else speculate)(text, policy, budget):

@@ -14,13 +14,14 @@ BACKLOG = 64  # positions whose features enter the drafter's cache together in p
 class DraftContext:
     """The drafter's caches [one per draft layer] and a backlog of target features [1, n, m*d].
 
-    While drafting is `hopeless` at the text's depth, features are dropped and the caches fall
-    behind the text: rotary positions are relative, so later drafts only lose context.
+    Plain decoding takes the backlog in now and then, if the policy finds that worth its time. If
+    not, the next draft takes in the newest BACKLOG rows, and the rows before them are dropped:
+    rotary positions are relative, so later drafts only lose context.
     """
 
     def __init__(self, drafter: Drafter, cache: list[KVCache]):
         self.drafter, self.cache = drafter, cache
-        self.hopeless: Callable[[int], bool] = lambda depth: False
+        self.keeps_up: Callable[[int], bool] = lambda depth: True  # by the text's depth
         self.backlog: list[mx.array] = []
         self.waiting = 0  # rows of the backlog
         self.checkpoint()
@@ -54,12 +55,16 @@ class DraftContext:
         """Queue features of the text's rows, to be taken in later."""
         self.backlog.append(features)
         self.waiting += features.shape[1]
-        if self.waiting >= BACKLOG:
-            self.catch_up(depth)
+        if self.waiting < BACKLOG:
+            return
+        if self.keeps_up(depth):
+            self.catch_up()
+        while self.waiting > BACKLOG:
+            self.waiting -= self.backlog.pop(0).shape[1]
 
-    def catch_up(self, depth: int) -> None:
-        """Take in the backlog without a proposal, or drop it where drafting is hopeless."""
-        if self.backlog and not self.hopeless(depth):
+    def catch_up(self) -> None:
+        """Take in the backlog without a proposal."""
+        if self.backlog:
             self.drafter.extend(mx.concatenate(self.backlog, axis=1), self.cache)
             mx.async_eval([c.state for c in self.cache])
         self.backlog, self.waiting = [], 0

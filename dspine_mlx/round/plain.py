@@ -9,6 +9,7 @@ from dspine_mlx.round.accept import normalised
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.speculate import propose
 from dspine_mlx.round.text import Text, Token
+from dspine_mlx.round.user_code import picked, within
 
 
 def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
@@ -26,15 +27,16 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
         depth += 1
         text.statistics.plain += 1
         if budget == 1 or not policy.parked:
+            read = picked(token.item(), logprobs.size)
             text.pending = token
-            yield token.item(), logprobs, False
+            yield read, logprobs, False
             return
         if policy.probe_due(depth):
             draft, _ = propose(text, token, policy)
             policy.start_probe(draft)
         started = time.perf_counter()
         following = step(text, token)
-        read = token.item()
+        read = picked(token.item(), logprobs.size)
         policy.plain_token(read, logprobs, started, depth)
         text.rows = 1  # the token's own, as it is yielded
         yield read, logprobs, False
@@ -49,7 +51,8 @@ def step(text: Text, token: mx.array) -> tuple[mx.array, mx.array]:
 
     The features are not started here: their layers are evaluated anyway.
     """
-    logprobs = normalised(text.processed(text.feed(token)))
+    fed = within(token, text.drafter.target.vocab_size, text.sampler)
+    logprobs = normalised(text.processed(text.feed(fed)))
     sampled, row = text.sampler(logprobs), logprobs.squeeze(0)
     mx.async_eval(sampled, row)
     return sampled, row

@@ -51,8 +51,8 @@ class Policy(Protocol):
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         """Take note of a plain token; its reader began to wait when the clock read `waiting`."""
 
-    def hopeless(self, depth: int) -> bool:
-        """Whether plain decoding wins even if every drafted token is accepted."""
+    def keeps_context(self, depth: int) -> bool:
+        """Whether the drafter's caches are worth keeping up with the text while parked."""
 
     def verdict(self, depth: int) -> str:
         """How the text was made, in words."""
@@ -85,8 +85,8 @@ class Fixed:
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None: ...
 
-    def hopeless(self, depth: int) -> bool:
-        return False
+    def keeps_context(self, depth: int) -> bool:
+        return True
 
     def verdict(self, depth: int) -> str:
         return ""

@@ -17,6 +17,7 @@ from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, Stops
 from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.round.user_code import permitted
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.target.rollback import Rollback
 
@@ -147,7 +148,7 @@ class Text:
         if self.draft_filter is None:
             return length
         tokens = draft.tokens.tolist()[:length]
-        return self.draft_filter(mx.concatenate([self.history, anchor]), tokens)
+        return permitted(self.draft_filter, mx.concatenate([self.history, anchor]), tokens)
 
     def verify(self, anchor: mx.array, drafted: mx.array) -> TargetLogits:
         """One target forward over the anchor [1] and drafted tokens [l]: l + 1 rows of logits."""
@@ -217,7 +218,7 @@ class Text:
             self.feed(self.pending)
             self.fed_pending()
             self.roll_back()
-        self.context.catch_up(self.position)
+        self.context.catch_up()
         mx.async_eval([c.state for c in self.prompt_cache])
 
 

@@ -191,7 +191,7 @@ class Alone:
         if self.newest is not None and text.pending is None:  # plain decoding fed it ahead
             text.rows, text.pending = 0, mx.array([self.newest[0]], mx.uint32)
         text.roll_back()
-        text.context.catch_up(text.position)
+        text.context.catch_up()
         text.lookup = None
         return self.job.among_others()
 

@@ -19,8 +19,9 @@ from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
-from dspine_mlx.models.choose import AUTO, choose, hint
+from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
+from dspine_mlx.models.needs import AUTO
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags
@@ -91,6 +92,19 @@ class Provider(host.ModelProvider):
                     "--allow-models says what it does",
                     param,
                 )
+        self.check_adapter(wanted)
+
+    def check_adapter(self, wanted: host.ModelDescription) -> None:
+        """mlx_lm loads the command line's model with the command line's adapter, whatever a request
+        asks for."""
+        own = self._adapter_map.get(wanted.model)
+        if wanted.model in self._adapter_map and wanted.adapter not in (None, own):
+            loaded = "without adapters" if own is None else f"with the adapters {own}"
+            raise UnknownModel(
+                f"adapters is {wanted.adapter}, but this server's own model is loaded {loaded}; "
+                "name the model, too, to have it loaded with others",
+                "adapters",
+            )
 
     def download(self, wanted: host.ModelDescription) -> None:
         """Download a model that is not here yet; `UnknownModel` if it can't be loaded."""

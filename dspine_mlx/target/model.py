@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import mlx.nn as nn
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.transition import PACKED_BITS
+from dspine_mlx.target.given_cache import Layout, target_layout
 
 # Where mlx-lm's models keep the decoder stack, and what the stack calls its embedding.
 BODIES = (("model",), ("language_model", "model"), ("backbone",))
@@ -43,6 +45,9 @@ class VerifyKernels(Protocol):
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         """Context for one forward over so many rows, of one text or of several."""
 
+    def expect_caches(self, bits: int, group_size: int) -> None:
+        """Prepare for caches quantised so."""
+
 
 class StockKernels:
     """MLX's own, for any number of rows."""
@@ -61,6 +66,9 @@ class StockKernels:
 
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def expect_caches(self, bits: int, group_size: int) -> None:
+        pass
 
 
 class Target:
@@ -85,6 +93,11 @@ class Target:
         self.verify_kernels: VerifyKernels = StockKernels()
         self._tapped = Tapped()
         self._recording = {cls: recording(cls, self._tapped) for cls in set(map(type, self.layers))}
+
+    @cached_property
+    def cache_layout(self) -> Layout:
+        """What its caches hold, without a forward."""
+        return target_layout(self.model)
 
     def head(self, states: mx.array) -> mx.array:
         return self.lm_head.as_linear(states) if self.tied else self.lm_head(states)

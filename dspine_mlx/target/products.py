@@ -1,42 +1,51 @@
-"""Products for the rows of a verify forward: MLX's own, or a kernel of `dspine_mlx.metal`."""
+"""What multiplies, or attends, for the rows of a verify forward: MLX, or a kernel of
+`dspine_mlx.metal`."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from dspine_mlx.metal.attention import Attended, Parts, attend
+from dspine_mlx.metal.exact_attention import ExactAttention, attend_apart
+from dspine_mlx.metal.experts import ExactExperts, Experts, gather, gather_apart
 from dspine_mlx.metal.rows import Matrix, Tile, multiply
 from dspine_mlx.metal.rows_exact import Exact, Form, apart
 
 
 class Product(Protocol):
-    """y = x W^T for x [M, K] and W [N, K]."""
+    """y = x W^T for x [M, K] and W [N, K]; or the attention of queries x to an `Attended`; or the
+    products of rows x with their `Experts`."""
 
-    def __call__(self, x: mx.array, matrix: Matrix) -> mx.array: ...
+    def __call__(self, x: mx.array, matrix: Any, /) -> mx.array: ...
 
-    def limits(self, x: mx.array, matrix: Matrix) -> str | None:
+    def limits(self, x: mx.array, matrix: Any, /) -> str | None:
         """Why this product does not serve these arguments, or None."""
 
 
 @dataclass(frozen=True)
 class Stock:
-    """MLX's own product of all rows."""
+    """MLX's own, for all rows."""
 
-    def __call__(self, x: mx.array, matrix: Matrix) -> mx.array:
-        return multiply(x, matrix)
+    def __call__(self, x: mx.array, matrix: Any) -> mx.array:
+        if isinstance(matrix, Attended):
+            return attend(x, matrix)
+        return gather(x, matrix) if isinstance(matrix, Experts) else multiply(x, matrix)
 
-    def limits(self, x: mx.array, matrix: Matrix) -> str | None:
+    def limits(self, x: mx.array, matrix: Any) -> str | None:
         return None
 
 
 @dataclass(frozen=True)
 class Apart:
-    """MLX's product of one row, row by row: plain decoding's bits on any machine."""
+    """MLX's own for one row, row by row: plain decoding's bits on any machine."""
 
-    def __call__(self, x: mx.array, matrix: Matrix) -> mx.array:
-        return apart(x, matrix)
+    def __call__(self, x: mx.array, matrix: Any) -> mx.array:
+        if isinstance(matrix, Attended):
+            return attend_apart(x, matrix)
+        return gather_apart(x, matrix) if isinstance(matrix, Experts) else apart(x, matrix)
 
-    def limits(self, x: mx.array, matrix: Matrix) -> str | None:
+    def limits(self, x: mx.array, matrix: Any) -> str | None:
         return None
 
 
@@ -62,7 +71,16 @@ class Unpacked:
 
 
 STOCK, APART, UNPACKED = Stock(), Apart(), Unpacked()
-KINDS = {"stock": Stock, "apart": Apart, "unpacked": Unpacked, "tile": Tile, "exact": Exact}
+KINDS: dict[str, type[Product]] = {
+    "stock": Stock,
+    "apart": Apart,
+    "unpacked": Unpacked,
+    "tile": Tile,
+    "exact": Exact,
+    "attention": Parts,
+    "exact_attention": ExactAttention,
+    "exact_experts": ExactExperts,
+}
 NAMES = {kind: name for name, kind in KINDS.items()}
 
 
@@ -73,6 +91,12 @@ def name(product: Product) -> str:
         return f"{kind} {product.tiles}x{product.split}"
     if isinstance(product, Exact):
         return f"{kind} {product.rows}x{product.outputs}"
+    if isinstance(product, ExactExperts):
+        return f"exact experts {product.rows}x{product.outputs}"
+    if isinstance(product, Parts):
+        return f"attention in {product.parts} parts"
+    if isinstance(product, ExactAttention):
+        return f"exact attention in {product.blocks} blocks"
     return kind
 
 
@@ -84,7 +108,7 @@ def from_dict(data: dict[str, Any]) -> Product:
     """Read a product from JSON; ValueError, KeyError or TypeError if it is none."""
     fields = dict(data)
     kind = KINDS[fields.pop("kernel")]
-    if kind is Exact:
+    if kind in (Exact, ExactExperts):
         packs, wide, fuse = fields.pop("form")
         fields["form"] = Form(int(packs), bool(wide), int(fuse))
     product: Product = kind(**fields)

@@ -13,8 +13,11 @@ from typing import Any
 import mlx.core as mx
 
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.attention import Attended, attend
+from dspine_mlx.metal.exact_attention import attend_apart
+from dspine_mlx.metal.experts import Experts, gather, gather_apart
 from dspine_mlx.metal.rows import Matrix, multiply, tile_cuts
-from dspine_mlx.metal.rows_exact import CUTS, Exact, Form, apart, exact_limits, forms
+from dspine_mlx.metal.rows_exact import CUTS, FUSIONS, Exact, Form, apart, exact_limits, forms
 from dspine_mlx.target.products import APART, STOCK, UNPACKED, Product, name
 
 MODES = ("auto", "exact", "off")
@@ -140,10 +143,11 @@ class Race:
         It is found in float32, where a wrong form shows in most values; rounding to bfloat16 hides
         it in all but a few.
         """
-        key = (matrix.bits, matrix.group_size, matrix.shape[1] % 512 == 0, x.dtype)
+        packing = (matrix.mode, matrix.bits, matrix.group_size)
+        key = (*packing, matrix.shape[1] % 512 == 0, x.dtype)
         if key not in self.forms:
             found = forms(matrix)
-            tried = found if self.mode == "exact" else found[: len(found) // 4]
+            tried = found if self.mode == "exact" else found[: len(FUSIONS)]
             self.forms[key] = next((f for f in tried if self.has_form(f, matrix, x)), None)
         return self.forms[key]
 
@@ -158,7 +162,7 @@ class Race:
             return False
 
     def check(
-        self, entrants: list[Product], x: mx.array, matrices: Sequence[Matrix]
+        self, entrants: list[Product], x: mx.array, matrices: Sequence[Any]
     ) -> tuple[dict[Product, bool], list[str]]:
         """Check values. Returns the products that pass, and whether each has plain decoding's bits;
         and what was wrong with the others."""
@@ -187,7 +191,7 @@ class Race:
         return right, rejected
 
     def times(
-        self, products: list[Product], x: mx.array, matrices: Sequence[Matrix]
+        self, products: list[Product], x: mx.array, matrices: Sequence[Any]
     ) -> dict[Product, list[float]]:
         """Time one product each, in interleaved repeats, of those that are not hopeless."""
         some = enough(matrices)
@@ -219,13 +223,14 @@ class Race:
 
 
 class Wanted:
-    """The reference for products of x and a matrix."""
+    """The reference for products of x and a matrix, or experts, or for attention of queries x."""
 
-    def __init__(self, x: mx.array, matrix: Matrix):
-        self.one_row = apart(x, matrix)
-        self.truth = multiply(x.astype(mx.float32), widened(matrix))
+    def __init__(self, x: mx.array, matrix: Any):
+        stock, one_by_one = functions(matrix)
+        self.one_row = one_by_one(x, matrix)
+        self.truth = stock(x.astype(mx.float32), widened(matrix))
         self.largest = mx.abs(self.truth).max()
-        self.stock = self.error(multiply(x, matrix))
+        self.stock = self.error(stock(x, matrix))
 
     def error(self, y: mx.array) -> float:
         return (mx.abs(y.astype(mx.float32) - self.truth).max() / self.largest).item()
@@ -238,6 +243,13 @@ class Wanted:
         if error <= 2 * self.stock + SLACK:  # False for NaN
             return ""
         return f"error {error:.2g}, stock has {self.stock:.2g}"
+
+
+def functions(matrix: Any) -> tuple[Callable[..., mx.array], Callable[..., mx.array]]:
+    """MLX's function for all rows, and row by row."""
+    if isinstance(matrix, Attended):
+        return attend, attend_apart
+    return (gather, gather_apart) if isinstance(matrix, Experts) else (multiply, apart)
 
 
 def plain(products: Collection[Product]) -> Product:
@@ -257,8 +269,10 @@ def same_bits(a: mx.array, b: mx.array, nan: bool = False) -> bool:
     return mx.array_equal(a, b, equal_nan=nan).item()
 
 
-def widened(matrix: Matrix) -> Matrix:
-    """The same weights for rows of float32."""
+def widened(matrix: Any) -> Any:
+    """The same weights, or keys and values, for rows of float32."""
+    if isinstance(matrix, Attended | Experts):
+        return matrix.widened()
     if matrix.scales is None:
         return Matrix(matrix.weight.astype(mx.float32))
     if matrix.biases is None:  # scales are small floats, whatever the rows' dtype
@@ -267,9 +281,10 @@ def widened(matrix: Matrix) -> Matrix:
     return matrix._replace(scales=scales, biases=biases)
 
 
-def enough(matrices: Sequence[Matrix]) -> list[Matrix]:
+def enough(matrices: Sequence[Any]) -> list[Any]:
     """The first matrices that together exceed any cache, or all if they don't."""
-    some, size = [], 0
+    some: list[Any] = []
+    size = 0
     for matrix in matrices:
         some.append(matrix)
         size += matrix.nbytes

@@ -13,9 +13,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
+from dspine_mlx.metal.attention import Attended, attend
+from dspine_mlx.metal.exact_attention import attend_apart
+from dspine_mlx.target.attention_race import context_of
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.products import APART, STOCK, Product
 from dspine_mlx.target.recurrent import rebound
+from dspine_mlx.target.verdicts import AttentionShape
 
 NAME = "scaled_dot_product_attention"
 Stock = Callable[..., mx.array]  # mlx-lm's function of that name
@@ -69,41 +75,48 @@ def attending(cls: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def apart(
-    stock: Stock,
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Attend row by row, by plain decoding's own call on the keys it sees: its bits in any version
-    of MLX.
+class Chosen:
+    """Attends by the verdict for the kind of attention, its context and its rows.
 
-    queries [B, heads, L, D]; keys, values [B, H, S, D], or the three arrays of a quantised cache.
-    If the mask is not plainly causal, MLX takes all rows at once.
+    products: by shape, with its context, and rows. What has no verdict is left to MLX, or in exact
+    mode attends row by row.
     """
-    rows = queries.shape[2]
-    rest = {} if sinks is None else {"sinks": sinks}
-    if rows == 1 or not isinstance(mask, str):
-        return stock(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
-    before = length(keys) - rows
-    outputs = []
-    for i in range(rows):
-        seen = first_keys(keys, before + i + 1), first_keys(values, before + i + 1)
-        query = queries[:, :, i : i + 1]
-        outputs.append(stock(query, *seen, cache=cache, scale=scale, mask=None, **rest))
-    return mx.concatenate(outputs, axis=2)
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.unsettled: Product = APART if mode == "exact" else STOCK
+        self.products: dict[tuple[AttentionShape, int], Product] = {}
+
+    def __call__(self, stock: Stock, queries: mx.array, *call: Any, **named: Any) -> mx.array:
+        attended = Attended(*call, **named)
+        product = self.product(queries, attended)
+        if product == STOCK:
+            return attend(queries, attended, stock)
+        if product == APART:
+            return attend_apart(queries, attended, stock)
+        return product(queries, attended)
+
+    def product(self, queries: mx.array, attended: Attended) -> Product:
+        rows = queries.shape[2]
+        context = context_of(self.mode, rows, attended.length) if rows > 1 else 0
+        if not context or not self.products:
+            return self.unsettled
+        shape = AttentionShape.of(queries, attended)._replace(context=context)
+        product = self.products.get((shape, rows), self.unsettled)
+        served = product.limits(queries, attended) is None  # of this mask
+        return product if served else self.unsettled
 
 
-def length(keys: Any) -> int:
-    first: mx.array = keys if isinstance(keys, mx.array) else keys[0]
-    return first.shape[2]
+def shapes_of(target: Target) -> list[AttentionShape]:
+    """The kinds of attention in a target, of any context. A forward over two tokens is built, and
+    never run."""
+    found: dict[AttentionShape, None] = {}
 
+    def note(stock: Stock, queries: mx.array, *call: Any, **named: Any) -> mx.array:
+        attended = Attended(*call, **named)
+        found[AttentionShape.of(queries, attended)] = None
+        return attend(queries, attended, stock)
 
-def first_keys(keys: Any, count: int) -> Any:
-    if isinstance(keys, mx.array):
-        return keys[:, :, :count]
-    return tuple(part[:, :, :count] for part in keys)
+    with RowAttention(target, note).verifying(2):
+        target.model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(target.model))
+    return list(found)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
 from dspine_mlx.target import verdicts as on_file
+from dspine_mlx.target.attention_race import attention_verdict, contexts
 from dspine_mlx.target.equal_rows import (
     blas_differs,
     differing_widths,
@@ -27,9 +28,9 @@ from dspine_mlx.target.equal_rows import (
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
-from dspine_mlx.target.row_attention import RowAttention
-from dspine_mlx.target.row_attention import apart as attend_apart
-from dspine_mlx.target.verdicts import Shape, Verdicts
+from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
+from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
+from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
 LINEAR = (nn.QuantizedLinear, nn.Linear)
@@ -40,9 +41,9 @@ class RowKernels:
     """The verdicts on a target's shapes, and the class swap that applies them.
 
     shapes: the target's linear layers by shape; the LM head's is among them, tied or not. verdicts:
-    by shape and number of rows. In exact mode, rows also attend one by one, and `check` tests on
-    the whole target which widths have plain decoding's bits. unequal: the other widths, and where
-    they differ.
+    by shape and number of rows. attention: its kinds of attention, raced where there is Metal. In
+    exact mode, `check` tests on the whole target which widths have plain decoding's bits. unequal:
+    the other widths, and where they differ.
     """
 
     def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
@@ -50,40 +51,78 @@ class RowKernels:
         self.key = on_file.kernels_key(self.race)
         self.target, self.dtype = target, target.dtype
         self.exact = self.race.mode == "exact"
-        self.attention = RowAttention(target, attend_apart) if self.exact else None
+        self.attend = Chosen(self.race.mode)
+        self.row_attention = RowAttention(target, self.attend)
         self.checked: set[int] = set()
         self.unequal: dict[int, str] = {}
         self.shapes: dict[Shape, list[nn.Module]] = {}
         for layer in linear_layers(target):
             shape = Shape.of(Matrix.of(layer), self.dtype)
             self.shapes.setdefault(shape, []).append(layer)
+        raced = self.race.machine.metal and not self.race.idle
+        self.attention: list[AttentionShape] = []
         self.verdicts: Verdicts = {}
-        if folder is not None and not self.race.idle:
-            known = on_file.read(folder, self.key)
-            self.verdicts = {k: v for k, v in known.items() if k[0] in self.shapes}
+        self.widths: list[int] = []
+        self.experts = expert_layers(target) if raced else {}
+        self.know(shapes_of(target) if raced else [])
         self.swaps: dict[int, list[tuple[nn.Module, type[nn.Module]]]] = {}
         self.arrange()
+
+    @property
+    def all_shapes(self) -> list[AnyShape]:
+        return [*self.shapes, *self.experts, *self.attention]
+
+    def know(self, attention: Iterable[AttentionShape]) -> None:
+        """Add kinds of attention, each at every context that has a verdict of its own."""
+        self.attention += [
+            shape._replace(context=context)
+            for shape in attention
+            for context in contexts(self.race.mode)
+        ]
+        if self.folder is not None and not self.race.idle:
+            wanted = set(self.all_shapes)
+            known = on_file.read(self.folder, self.key)
+            self.verdicts |= {k: v for k, v in known.items() if k[0] in wanted}
+
+    def expect_caches(self, bits: int, group_size: int) -> None:
+        """Race attention to caches of this packing, too, at the widths that were settled before."""
+        plain = {shape._replace(context=0) for shape in self.attention if not shape.bits}
+        packed = [
+            shape._replace(bits=bits, group_size=group_size) for shape in plain if not shape.sinks
+        ]
+        known = {shape._replace(context=0) for shape in self.attention}
+        if not self.exact and not known.issuperset(packed):
+            self.know(packed)
+            self.settle(self.widths)
 
     def settle(self, widths: Iterable[int], seconds: float | None = None) -> None:
         """Race each shape at each number of rows without a verdict, the coarse steps of widths
         first, until the time is up. What is not raced is left to stock."""
         if self.race.idle:
             return
-        asked = sorted({w for w in widths if 2 <= w <= MAX_ROWS}, key=lambda w: (-(w & -w), w))
+        asked = {w for w in widths if 2 <= w <= MAX_ROWS}
+        self.widths = sorted(asked.union(self.widths), key=lambda w: (-(w & -w), w))
         new: Verdicts = {}
         begun, limit = self.race.clock(), SECONDS if seconds is None else seconds
-        for rows in asked:
-            for shape, layers in self.shapes.items():
-                if (shape, rows) in self.verdicts:
+        for rows in self.widths:
+            for shape in self.all_shapes:
+                if (shape, rows) in self.verdicts or rows not in asked:
                     continue
                 if self.race.clock() - begun > limit:
                     break
-                matrices = [Matrix.of(layer) for layer in layers]
-                new[shape, rows] = self.race.verdict(matrices, rows, self.dtype)
+                new[shape, rows] = self.raced(shape, rows)
         self.verdicts |= new
         self.arrange()
         if new and self.folder is not None:
             on_file.write(self.folder, self.key, new)
+
+    def raced(self, shape: AnyShape, rows: int) -> Verdict:
+        if isinstance(shape, AttentionShape):
+            return attention_verdict(self.race, shape, rows)
+        if isinstance(shape, ExpertShape):
+            return expert_verdict(self.race, shape, self.experts[shape], rows)
+        matrices = [Matrix.of(layer) for layer in self.shapes[shape]]
+        return self.race.verdict(matrices, rows, self.dtype)
 
     def lacks(self, widths: Iterable[int]) -> bool:
         """Whether a shape has no verdict for one of these widths."""
@@ -96,12 +135,30 @@ class RowKernels:
         self.swaps = {rows: [] for rows in range(2, MAX_ROWS + 1)}
         unsettled = APART if self.exact else STOCK
         for shape, layers in self.shapes.items():
-            products = {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
+            products = self.products_of(shape)
             kinds = set(map(type, layers))
             classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
             for rows, swaps in self.swaps.items():
                 if self.exact or products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, classes[type(layer)]) for layer in layers]
+        for experts, layers in self.experts.items():
+            products = self.products_of(experts)
+            cls = swapped_experts(experts.chosen, products, experts.dtype)
+            for rows, swaps in self.swaps.items():
+                if products.get(rows, STOCK) != STOCK:
+                    swaps += [(layer, cls) for layer in layers]
+        self.attend.products = {
+            (shape, rows): verdict.product
+            for (shape, rows), verdict in self.verdicts.items()
+            if isinstance(shape, AttentionShape) and verdict.product != unsettled
+        }
+        if self.exact or self.attend.products:
+            for swaps in self.swaps.values():
+                swaps += self.row_attention.swaps
+
+    def products_of(self, shape: AnyShape) -> dict[int, Product]:
+        """By number of rows."""
+        return {rows: v.product for (of, rows), v in self.verdicts.items() if of == shape}
 
     @contextmanager
     def verifying(self, rows: int) -> Iterator[None]:
@@ -113,8 +170,7 @@ class RowKernels:
         try:
             for layer, cls in swaps:
                 layer.__class__ = cls
-            with self.attention.verifying(rows) if self.attention else nullcontext():
-                yield
+            yield
         finally:
             for (layer, _), cls in zip(swaps, classes, strict=True):
                 layer.__class__ = cls
@@ -141,8 +197,8 @@ class RowKernels:
         """Identifies what runs, for files of times that depend on it; "" if all is stock."""
         chosen = [
             [*shape, rows, to_dict(verdict.product)]
-            for (shape, rows), verdict in sorted(self.verdicts.items(), key=lambda item: item[0])
-            if verdict.product != STOCK
+            for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
+            if verdict.product != STOCK and not is_packed_cache(shape)
         ]
         if not chosen and not self.exact:
             return ""
@@ -176,6 +232,7 @@ class RowKernels:
             "idle": self.race.idle,
             "digest": self.digest,
             "shapes": len(self.shapes),
+            "attention": len(self.attention),
             "checked": sorted(self.checked),
             "unequal": {str(width): where for width, where in sorted(self.unequal.items())},
             "verdicts": [
@@ -189,10 +246,14 @@ class RowKernels:
         if self.race.idle:
             return [f"verify rows are MLX's: {self.race.idle}"]
         lines = [self.promise()] if self.exact else []
-        for shape, layers in self.shapes.items():
+        layers: dict[AnyShape, list[nn.Module]] = dict(self.shapes.items())
+        layers.update(self.experts.items())
+        for shape in self.all_shapes:
             found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
             parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
-            lines.append(f"{len(layers)} x [{shape}]: {'; '.join(parts) or 'not raced yet'}")
+            count = len(layers[shape]) if shape in layers else 0  # attention: not counted
+            before = f"{count} x " if count else ""
+            lines.append(f"{before}[{shape}]: {'; '.join(parts) or 'not raced yet'}")
         return lines
 
 
@@ -215,6 +276,11 @@ def prepare(
     kernels.settle(asked)
     kernels.check(asked)
     return kernels
+
+
+def is_packed_cache(shape: AnyShape) -> bool:
+    """Whether costs don't depend on it: they are measured with caches as they are."""
+    return isinstance(shape, AttentionShape) and shape.bits > 0
 
 
 def in_words(verdict: Verdict) -> str:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from dspine_mlx.cache_folder import reading, write_json
 from dspine_mlx.errors import InputError
+from dspine_mlx.metal.attention import Attended
 from dspine_mlx.metal.kernel import source
 from dspine_mlx.metal.rows import Matrix
 from dspine_mlx.target.products import from_dict, to_dict
@@ -17,7 +18,17 @@ from dspine_mlx.target.race import Race, Verdict
 
 log = logging.getLogger(__name__)
 FORMAT = 1
-TEXTS = ("rows_header", "rows_tile", "rows_exact_header", "rows_exact")
+TEXTS = (
+    "rows_header",
+    "rows_tile",
+    "rows_exact_header",
+    "rows_exact",
+    "experts_exact",
+    "rows_attention",
+    "rows_merge",
+    "exact_attention",
+    "exact_merge",
+)
 
 
 class Shape(NamedTuple):
@@ -42,7 +53,72 @@ class Shape(NamedTuple):
         return f"{self.outputs} x {self.columns}, {mode}{packing}"
 
 
-Verdicts = dict[tuple[Shape, int], Verdict]
+class AttentionShape(NamedTuple):
+    """The attention that a verdict holds for. context: the number of keys from which it holds.
+    bits: of a quantised cache, or 0."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    bits: int
+    group_size: int
+    sinks: bool
+    dtype: str
+    context: int = 0
+
+    @classmethod
+    def of(cls, queries: mx.array, attended: Attended) -> "AttentionShape":
+        """Of any context."""
+        sinks, dtype = attended.sinks is not None, str(queries.dtype).removeprefix("mlx.core.")
+        return cls(queries.shape[1], *attended.sizes(), *attended.packing(), sinks, dtype)
+
+    @property
+    def mlx_dtype(self) -> mx.Dtype:
+        found: mx.Dtype = getattr(mx, self.dtype)
+        return found
+
+    def __str__(self) -> str:
+        sizes = f"{self.head_size}"
+        if self.value_size != self.head_size:
+            sizes += f" and {self.value_size}"
+        packing = f"{self.bits} bits, groups of {self.group_size}" if self.bits else self.dtype
+        sinks = ", sinks" if self.sinks else ""
+        return (
+            f"attention, {self.heads}/{self.kv_heads} heads of {sizes}, {packing}{sinks}, "
+            f"{self.context} keys"
+        )
+
+
+class ExpertShape(NamedTuple):
+    """The experts that a verdict holds for. chosen: of them, by a row. own: each of these has a row
+    of its own, as after the first layer."""
+
+    experts: int
+    outputs: int
+    columns: int
+    bits: int
+    group_size: int
+    mode: str
+    chosen: int
+    own: bool
+    dtype: str
+
+    def __str__(self) -> str:
+        mode = "" if self.mode == "affine" else f"{self.mode}, "
+        return (
+            f"{self.chosen} of {self.experts} experts, {self.outputs} x {self.columns}, "
+            f"{mode}{self.bits} bits, groups of {self.group_size}"
+        )
+
+
+AnyShape = Shape | AttentionShape | ExpertShape
+Verdicts = dict[tuple[AnyShape, int], Verdict]
+KINDS: dict[str, type[AnyShape]] = {  # of entries
+    "shape": Shape,
+    "attention": AttentionShape,
+    "experts": ExpertShape,
+}
 
 
 def kernels_key(race: Race) -> dict[str, Any]:
@@ -83,18 +159,20 @@ def read(folder: Path, key: dict[str, Any]) -> Verdicts:
         return {}
 
 
-def entry(data: dict[str, Any]) -> tuple[tuple[Shape, int], Verdict]:
+def entry(data: dict[str, Any]) -> tuple[tuple[AnyShape, int], Verdict]:
     product = from_dict(data["product"])
-    shape = Shape(**data["shape"])
+    kind = next((kind for kind in KINDS if kind in data), "shape")
+    shape = KINDS[kind](**data[kind])
     times = float(data["seconds"]), float(data["stock"])
     verdict = Verdict(product, str(data["why"]), *times, tuple(map(str, data["rejected"])))
     return (shape, int(data["rows"])), verdict
 
 
-def as_dict(shape: Shape, rows: int, verdict: Verdict) -> dict[str, Any]:
+def as_dict(shape: AnyShape, rows: int, verdict: Verdict) -> dict[str, Any]:
     """A verdict as JSON, for the file and for reports."""
+    kind = next(name for name, kind in KINDS.items() if isinstance(shape, kind))
     return {
-        "shape": shape._asdict(),
+        kind: shape._asdict(),
         "rows": rows,
         "product": to_dict(verdict.product),
         "why": verdict.why,
@@ -114,5 +192,6 @@ def write(folder: Path, key: dict[str, Any], verdicts: Verdicts) -> None:
         log.warning("verdicts on kernels can't be kept in %s: %s", folder, error.strerror)
 
 
-def sorted_items(verdicts: Verdicts) -> list[tuple[tuple[Shape, int], Verdict]]:
-    return sorted(verdicts.items(), key=lambda item: item[0])
+def sorted_items(verdicts: Verdicts) -> list[tuple[tuple[AnyShape, int], Verdict]]:
+    """By kind, shape and rows."""
+    return sorted(verdicts.items(), key=lambda item: (type(item[0][0]).__name__, item[0]))

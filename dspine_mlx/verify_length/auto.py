@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.accept import acceptance
+from dspine_mlx.round.draft_context import BACKLOG
 from dspine_mlx.round.lookup import CopyChances
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, log_odds
@@ -141,7 +142,14 @@ class Auto:
         return self.tokens / self.seconds * self.costs.plain(depth) if self.seconds else 1.0
 
     def hopeless(self, depth: int) -> bool:
+        """Whether plain decoding wins even if every drafted token is accepted."""
         return self.costs.hopeless(depth, HOPE)
+
+    def keeps_context(self, depth: int) -> bool:
+        """Taking in a backlog takes no longer than a draft, and is bounded like drafts made while
+        parked."""
+        affordable = self.costs.probe_share(depth) <= SHARE * BACKLOG
+        return affordable and not self.hopeless(depth)
 
     def choose(self, known: Evidence, limit: int, depth: int) -> Round:
         """The length for this round; `limit` is smaller near max_tokens."""
@@ -267,23 +275,26 @@ class Auto:
         self.parked = True
         self.time_plain()
         if self.explain:
-            self.explain(f"parked at {depth}: {words.comparison(self, depth)}")
+            self.explain(f"parked at {depth}: {words.parking(self, depth)}")
 
     def probe_due(self, depth: int) -> bool:
         if not self.parked or self.check or self.probe is not None:
             return False
+        self.asked = self.clock()
         return self.budget.probe_due(self.costs.probe_share(depth)) and not self.hopeless(depth)
 
     def start_probe(self, draft: Draft) -> None:
         self.probe = Probe(draft)
         self.chances.forget_half()
         self.budget.since, self.budget.eager = 0, False
-        self.last = -1.0  # the draft takes its time from the next two tokens
+        self.last, self.late, self.waited = 0.0, 2, 0.0
         self.statistics.probes += 1
 
     def time_plain(self) -> None:
         """Start timing plain tokens."""
         self.last, self.times = 0.0, list[float]()  # clock at the last token; 0: not usable
+        # Tokens still to come that wait for a probe's draft, and the time that they took.
+        self.late, self.waited = 0, 0.0
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         now = self.clock()
@@ -291,9 +302,15 @@ class Auto:
         if self.last > 0 and now - waiting > 0.5 * (now - self.last):  # else the reader was slow
             self.times.append(now - self.last)
             if len(self.times) == SPAN:
+                self.costs.scattered(self.times)
                 self.times = [median(self.times)]
                 self.observe_plain(depth)
-        self.last = now if self.last >= 0 else 0.0
+        if self.late:
+            self.waited += now - (self.asked if self.late == 2 else waiting)
+            self.late -= 1
+            if not self.late:
+                self.observe_probe(depth)
+        self.last = now if not self.late else 0.0
         if self.check:
             self.check -= 1
             if not self.check:
@@ -309,6 +326,13 @@ class Auto:
         for seconds in self.times:
             self.costs.observe_plain(seconds, depth)
         self.times.clear()
+
+    def observe_probe(self, depth: int) -> None:
+        """Learn what a draft costs from the two plain tokens that waited for it, if it is much: a
+        cheap one is lost in their scatter."""
+        draft, plain = self.waited - 2 * self.costs.plain(depth), self.costs.plain(depth)
+        if draft > plain:
+            self.costs.observe_draft(draft, depth)
 
     def compare(self, probe: Probe, token: int, logprobs: mx.array, depth: int) -> None:
         """Compare a plain token with the watched draft; the first that differs ends the probe."""
@@ -337,7 +361,7 @@ class Auto:
         self.budget.probe_over(tokens - seconds / self.costs.plain(depth))
         self.unpark(depth)
         if self.explain:
-            self.explain(f"probe at {depth}: {words.comparison(self, depth)}")
+            self.explain(f"probe at {depth}: {words.probing(self, depth)}")
 
     def verdict(self, depth: int) -> str:
         """Why this text was drafted or not, for the summary; the text is over."""

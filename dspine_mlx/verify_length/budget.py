@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-START, CAP = 8.0, 16.0  # plain tokens of credit, at first and at most
+START, CARRIED, CAP = 4.0, 12.0, 16.0  # plain tokens: at first, into a new text, and at most
 SHARE = 0.01  # of the time, at most, for drafts made while parked
 FIRST_WAIT, LAST_WAIT = 16, 64  # plain tokens between two of them, doubled by each that fails
 
@@ -16,7 +16,7 @@ class Budget:
     lose: their tokens less their seconds in plain tokens. When the balance no longer covers another
     round like the last one, drafting stops. A draft that is only watched books half of what its
     round would have won. A balance of one plain token starts drafting again. So does a new text,
-    with a quarter of the last credit until drafting has earned START again.
+    with half of the last credit until drafting has earned START again.
     """
 
     balance: float = START
@@ -40,7 +40,7 @@ class Budget:
 
     def start_text(self, draft: float) -> None:
         """A new text; a draft takes `draft` plain tokens."""
-        self.balance = min(START, self.balance)
+        self.balance = min(CARRIED, self.balance)
         if self.spent:
             self.eager = True
             if self.credit >= 1 and self.affords(draft):
@@ -55,7 +55,7 @@ class Budget:
             self.close()
 
     def close(self) -> None:
-        self.credit /= 4
+        self.credit /= 2
         self.balance, self.since, self.eager = 0.0, 0, False
 
     def affords(self, draft: float) -> bool:

@@ -8,6 +8,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,16 @@ class Costs:
 
     def observe_round(self, draft: float, verify: float, width: int, depth: int) -> None:
         self.observe("verify", width, verify, depth)
-        self.observe("draft", self.widths + 1, draft, depth)
+        self.observe_draft(draft, depth)
+
+    def observe_draft(self, seconds: float, depth: int) -> None:
+        self.observe("draft", self.widths + 1, seconds, depth)
+
+    def scattered(self, times: list[float]) -> None:
+        """Take note of how far the times of equal steps lie apart."""
+        for seconds in times:
+            apart = math.log(seconds / median(times)) ** 2
+            self.spread += (min(apart, 1.0) - self.spread) / SPREAD
 
     def observe(self, name: str, kind: int, seconds: float, depth: int) -> None:
         """Learn from a step's time. kind: 0 plain, 1 .. M + 1 a verify width, M + 2 a draft, as in

@@ -47,23 +47,32 @@ def round_line(this: "Round", costs: Costs, rate: float) -> str:
     )
 
 
-def comparison(auto: "Auto", depth: int) -> str:
-    """Recent rounds against plain decoding."""
-    plain = 1e3 * auto.costs.plain(depth)
+def parking(auto: "Auto", depth: int) -> str:
+    """Why drafting stops: what rounds can give, or what they did give; expectations were wrong."""
     if auto.hopeless(depth):
-        M = auto.costs.widths - 1
-        return (
-            f"even if all {M} drafted tokens were accepted, a round would take "
-            f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
-            f"in {(M + 1) * plain:.1f} ms"
-        )
-    if not auto.seconds:
-        return "no round yet"
-    token = 1e3 * auto.seconds / auto.tokens
+        return hopelessness(auto, depth)
+    lost = f"its rounds have lost {auto.account.falling:.1f} plain tokens' time"
+    return f"{lost} since the balance was highest, and the balance is spent"
+
+
+def probing(auto: "Auto", depth: int) -> str:
+    """What a draft that was only watched has shown."""
+    if auto.hopeless(depth):
+        return hopelessness(auto, depth)
+    plain, token = 1e3 * auto.costs.plain(depth), 1e3 * auto.seconds / auto.tokens
+    follows = "below 1: drafting stays parked" if auto.parked else "so drafting goes on"
     return (
-        f"a token of recent rounds is expected to take {token:.1f} ms, a "
-        f"plain one {plain:.1f} ms ({auto.gain(depth):.2f} times the speed); the balance is "
-        f"{auto.budget.balance:.1f} plain tokens"
+        f"drafted, a token would take {token:.1f} ms, a plain one takes {plain:.1f} ms; the "
+        f"balance is {auto.budget.balance:.1f} plain tokens, {follows}"
+    )
+
+
+def hopelessness(auto: "Auto", depth: int) -> str:
+    M, plain = auto.costs.widths - 1, 1e3 * auto.costs.plain(depth)
+    return (
+        f"even if all {M} drafted tokens were accepted, a round would take "
+        f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
+        f"in {(M + 1) * plain:.1f} ms"
     )
 
 
@@ -72,7 +81,9 @@ def verdict(auto: "Auto", depth: int) -> str:
     done, account = auto.statistics, auto.account
     probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
     if auto.parked and auto.hopeless(depth):
-        return f"drafting can't pay here: {comparison(auto, depth)}"
+        if not done.rounds:
+            return f"drafting can't pay here: {hopelessness(auto, depth)}"
+        return f"drafting stopped, as steps take longer now: {hopelessness(auto, depth)}"
     if not done.rounds:
         credit = "the credit was spent before" if account.parked else "the text was too short"
         return f"not drafted: {credit}; {probes}"

@@ -11,24 +11,24 @@ BLAS: LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 OPENBLA
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import mlx.core as mx
 import numpy as np
 import typer
-from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from dspine_mlx import load, load_drafter
-from dspine_mlx.errors import InputError
+from dspine_mlx.cli.output import check_new
+from dspine_mlx.cli.plots import About, draw_reliability, panels
 from dspine_mlx.load import DEMO
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.verify_length.calibration import Calibration, mode_of, sigmoid, uncalibrated
+from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
 from dspine_mlx.verify_length.costs import Curve
-from dspine_mlx.verify_length.fit import BINS, Rounds, record, sum_of, survival_errors
+from dspine_mlx.verify_length.fit import Rounds, record, sum_of, survival_errors
 from dspine_mlx.verify_length.profile import measure
-from dspine_mlx.verify_length.store import SHIPPED, load_calibrations
+from dspine_mlx.verify_length.store import SHIPPED, describe, device_name, load_calibrations
 from recipes.demo import HELD_OUT_SEED
 from recipes.word_problems import questions
 
@@ -37,49 +37,30 @@ app = typer.Typer(help=__doc__)
 Picture = Annotated[Path, typer.Argument(help="PNG to write.")]
 
 
-def new(path: Path) -> Path:
-    if path.exists():
-        raise InputError(f"{path} exists; remove it or name a new file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 @app.command()
 def reliability(
     path: Picture, texts: Annotated[int, typer.Option(help="Questions per mode.")] = 85
 ) -> None:
-    new(path)
-    figure, panels = pyplot.subplots(1, 2, figsize=(8, 4))
-    for axes, temperature in zip(panels, (0.0, 1.0), strict=True):
-        draw_reliability(axes, Sampler(temp=temperature), texts)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def draw_reliability(axes: Axes, sampler: Sampler, texts: int) -> None:
-    """How often prefixes were accepted against how often that was predicted, without and with the
-    shipped calibration, in 15 bins; the size of a point is that of its bin."""
-    rounds, calibration = recorded(sampler, texts)
-    slots = rounds.evidence.shape[1]
-    accepted = (rounds.accepted[:, None] > np.arange(slots)).ravel()
-    name = "greedy" if sampler.temp == 0 else f"temperature {sampler.temp:g}"
-    axes.plot([0, 1], [0, 1], color="0.7")
-    for label, one in (("as the drafter says", uncalibrated(slots)), ("calibrated", calibration)):
-        survival = np.cumprod(sigmoid(one.log_odds(rounds.evidence)), axis=1).ravel()
-        bins = np.minimum((survival * BINS).astype(int), BINS - 1)
-        used, counts = np.unique(bins, return_counts=True)
-        said, true = ([x[bins == b].mean() for b in used] for x in (survival, accepted))
-        axes.scatter(said, true, s=300 * counts / counts.sum() + 8, label=label, alpha=0.8)
-        error = survival_errors(one, rounds.evidence, rounds.accepted).mean()
-        print(f"{name}, {label}: mean error {error:.1%} over {len(rounds.accepted)} rounds")
-    axes.set(title=name, xlabel="predicted survival", ylabel="accepted")
-    axes.legend()
-
-
-def recorded(sampler: Sampler, texts: int) -> tuple[Rounds, Calibration]:
-    """Full-width rounds on held-out questions, and the shipped calibration for them."""
+    check_new(path)
     model, tokenizer, drafter = load()
     assert drafter is not None
+    with panels(path, 2, About(describe(drafter), device_name())) as axes:
+        for ax, temperature in zip(axes, (0.0, 1.0), strict=True):
+            sampler = Sampler(temp=temperature)
+            rounds, calibration = recorded((model, tokenizer, drafter), sampler, texts)
+            name = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+            draw_reliability(ax, name, rounds, calibration)
+            for label, one in (
+                ("as the drafter says", uncalibrated(rounds.evidence.shape[1])),
+                ("calibrated", calibration),
+            ):
+                error = survival_errors(one, rounds.evidence, rounds.accepted).mean()
+                print(f"{name}, {label}: mean error {error:.1%}, {len(rounds.accepted)} rounds")
+
+
+def recorded(pair: Any, sampler: Sampler, texts: int) -> tuple[Rounds, Calibration]:
+    """Full-width rounds on held-out questions, and the shipped calibration for them."""
+    model, tokenizer, drafter = pair
     shipped = load_calibrations(drafter, DEMO / "drafter" / SHIPPED)
     mx.random.seed(0)
     chats = ([{"role": "user", "content": q}] for q in questions(texts, HELD_OUT_SEED))
@@ -90,17 +71,16 @@ def recorded(sampler: Sampler, texts: int) -> tuple[Rounds, Calibration]:
 
 @app.command()
 def costs(path: Picture) -> None:
-    new(path)
+    check_new(path)
     model, _, _ = load()
     model.set_dtype(mx.float32)  # CPUs have no fast half precision
-    curve = measure(load_drafter(DEMO / "drafter", model))
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
-    draw_steps(left, curve)
-    draw_gains(right, curve)
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    drafter = load_drafter(DEMO / "drafter", model)
+    curve = measure(drafter)
+    with panels(path, 2, About(describe(drafter), device_name())) as (left, right):
+        draw_steps(left, curve)
+        draw_gains(right, curve)
+        for axes in (left, right):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def draw_steps(axes: Axes, curve: Curve) -> None:

@@ -154,10 +154,10 @@ def replay(
         plain, *rows, draft = machine.at(depth)
         limit = min(trace.slots, n - i - 1)
         if policy.parked or limit < 1:
+            machine.now += machine.slow_reader
             if policy.parked and policy.probe_due(depth):
                 policy.start_probe(trace.draft(i))
                 machine.take(draft)
-            machine.now += machine.slow_reader
             waiting = machine.now
             machine.take(plain if machine.slow_reader < plain else 0.0)  # else it was done by then
             machine.spent += plain if machine.slow_reader >= plain else 0.0

@@ -143,6 +143,48 @@ def test_a_broken_chat_template(template: str, tmp_path: Path) -> None:
     assert "this model's chat template " in said
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["serve", "--help"],
+        ["models"],
+        ["inspect", str(DEMO / "drafter")],
+        [*SAY, "-p", "hi"],
+        [*SAY, "-p", "hi", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_an_output_without_room(command: Arguments) -> None:
+    said = one_sentence(run(command, shell='exec "$@" >/dev/full'))
+    assert said == "dspine-mlx: standard output has no room: No space left on device"
+
+
+@pytest.mark.parametrize("command", [[*SAY, "-p", "hi"], ["inspect", "."], ["doctor"]])
+def test_a_current_folder_that_is_gone(command: Arguments, tmp_path: Path) -> None:
+    gone = f'mkdir "{tmp_path}/x" && cd "{tmp_path}/x" && rmdir "{tmp_path}/x" && exec "$@"'
+    said = one_sentence(run(command, shell=gone))
+    assert said.startswith("dspine-mlx: the current folder can't be found (")
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "TMP", "TEMP", "TEMPDIR"])
+def test_temporary_files_have_a_place_all_the_same(name: str, tmp_path: Path) -> None:
+    """MLX compiles into it on the CPU; here it is a file, or missing."""
+    (tmp_path / "file").write_text("")
+    script = "import os; from dspine_mlx.cli import prepare_environment as prepare; prepare()"
+    for wrong in (tmp_path / "file", tmp_path / "missing", ""):
+        result = subprocess.run(
+            [sys.executable, "-c", f"{script}; print(os.environ.get('{name}'))"],
+            capture_output=True,
+            env=os.environ | {name: str(wrong)},
+            check=True,
+        )
+        assert result.stdout == b"None\n"
+
+
 @pytest.mark.parametrize("streams", ["<&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_files_of_weights(streams: str) -> None:
     assert run([*SAY, "-p", "hi"], shell=f'exec "$@" {streams}').returncode == 0

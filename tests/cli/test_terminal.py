@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dspine_mlx.cli.screen import print_bars, print_table, split
 from dspine_mlx.load import DEMO
-from tests.support.terminal import on_terminal, plain
+from tests.support.terminal import Terminal, on_terminal, plain
 
 PROMPT = "Tom has 4 apples and buys 3 more. How many apples does he have?"
 SAY = ("generate", "-p", PROMPT, "-m", "40", "--verify-length", "5")
@@ -177,3 +177,28 @@ def test_bars_are_proportional_and_leave_room_for_the_figures() -> None:
         assert bars[1] == 0
         assert bars[0] == longest
         assert bars[2] == round(bars[0] / 2)
+
+
+def test_ctrl_c_ends_a_text_with_its_figures(tmp_path: Path) -> None:
+    endless = ("--temp", "50", "--seed", "1", "-m", "-1", "--verify-length", "0")
+    with Terminal("generate", "-p", PROMPT, *endless, home=tmp_path) as terminal:
+        terminal.expect("see --model.")
+        before = len(terminal.raw)
+        while len(terminal.raw) < before + 600:
+            assert terminal.read(30)
+        terminal.send("\x03")
+        shown = terminal.expect("GB at most")
+        assert re.search(r"\nprompt +\d+ tokens", shown)
+        assert re.search(r"generation +\d+ tokens", shown)
+        assert terminal.ended() == 130
+
+
+def test_work_is_announced_on_a_terminal_only(tmp_path: Path) -> None:
+    command = ("generate", "-p", PROMPT, "-m", "4")
+    environment = {"HOME": str(tmp_path)}
+    _, output = on_terminal(*command, columns=80, environment=environment)
+    shown = plain(output)
+    assert "Loading the model ..." in shown
+    assert "Measuring what steps cost here, once per pair ..." in shown
+    result = piped(*command)
+    assert "..." not in result.stderr

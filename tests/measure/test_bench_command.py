@@ -93,7 +93,7 @@ BAD_ARGUMENTS = {
     ),
     "nobody asks": (
         ["bench", "--suite", "x", "--concurrency", "2,0"],
-        "--concurrency is 2,0; each number must be at least 1",
+        "--concurrency is 2,0; each must be at least 1",
     ),
     "no model": (
         ["bench", "--suite", __file__, "--concurrency", "2", "--model", "./nowhere"],

@@ -23,21 +23,22 @@ from tests.support.metal_device import emulator, launch, needs_emulator, needs_m
 from tests.support.mlx_one_row import is_fast, one_row
 from tests.support.rows import matrix, product
 
-CASES = [  # bits, group, dtype, whole blocks
-    (bits, group, dtype, whole)
-    for bits, group, dtype in [
-        (3, 64, mx.bfloat16), (4, 64, mx.bfloat16), (4, 32, mx.float16), (4, 128, mx.float32),
-        (5, 32, mx.float16), (6, 64, mx.bfloat16), (8, 64, mx.bfloat16), (8, 32, mx.float32),
-    ]
-    for whole in (True, False)
+PACKINGS = [
+    (3, 64, mx.bfloat16, "affine"), (3, 128, mx.float16, "affine"), (4, 64, mx.bfloat16, "affine"),
+    (4, 32, mx.float16, "affine"), (4, 128, mx.float32, "affine"), (5, 32, mx.float16, "affine"),
+    (5, 128, mx.float32, "affine"), (6, 64, mx.bfloat16, "affine"), (6, 32, mx.float32, "affine"),
+    (8, 64, mx.bfloat16, "affine"), (8, 32, mx.float32, "affine"), (8, 128, mx.float16, "affine"),
+    (4, 32, mx.bfloat16, "mxfp4"), (8, 32, mx.float16, "mxfp8"), (4, 16, mx.bfloat16, "nvfp4"),
+    (4, 32, mx.float32, "mxfp4"), (8, 32, mx.float32, "mxfp8"), (4, 16, mx.float32, "nvfp4"),
 ]  # fmt: skip
+CASES = [(*packing, whole) for packing in PACKINGS for whole in (True, False)]
 
 
 def case(
-    bits: int, group: int, dtype: mx.Dtype, whole: bool, M: int = 7
+    bits: int, group: int, dtype: mx.Dtype, mode: str = "affine", whole: bool = True, M: int = 7
 ) -> tuple[mx.array, Matrix]:
-    K = 512 if whole else 512 + group
-    return normal((M, K), dtype), matrix((21, K), bits, group, dtype)
+    K = 512 if whole else 512 + 2 * group
+    return normal((M, K), dtype), matrix((21, K), bits, group, dtype, mode)
 
 
 def form_of(weight: Matrix) -> Form:
@@ -45,9 +46,11 @@ def form_of(weight: Matrix) -> Form:
 
 
 @needs_emulator
-@pytest.mark.parametrize(("bits", "group", "dtype", "whole"), CASES)
-def test_rows_have_the_bits_of_one_row(bits: int, group: int, dtype: mx.Dtype, whole: bool) -> None:
-    x, weight = case(bits, group, dtype, whole)
+@pytest.mark.parametrize(("bits", "group", "dtype", "mode", "whole"), CASES)
+def test_rows_have_the_bits_of_one_row(
+    bits: int, group: int, dtype: mx.Dtype, mode: str, whole: bool
+) -> None:
+    x, weight = case(bits, group, dtype, mode, whole)
     one = mx.concatenate([one_row(x[i : i + 1], weight) for i in range(len(x))])
     assert is_fast(weight) == whole
     for order in range(3):
@@ -87,17 +90,21 @@ def test_another_form_has_other_bits(form: Form) -> None:
 
 @needs_emulator
 @pytest.mark.parametrize("contract", ["off", "on", "fast"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("bits", "group", "mode"), [(4, 64, "affine"), (8, 64, "affine"), (4, 32, "mxfp4"),
+                                (8, 32, "mxfp8"), (4, 16, "nvfp4")]
+)  # fmt: skip
 def test_one_form_has_the_bits_whatever_the_compiler_fuses(
-    contract: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    contract: str, bits: int, group: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled without fused multiply-adds, with those of a statement, and of several."""
     flag = f"-ffp-contract={contract}"
     dialect = [flag if d == "-ffp-contract=off" else d for d in toolchain.DIALECT]
     assert flag in dialect
     monkeypatch.setattr(toolchain, "DIALECT", dialect)
-    x, weight = case(bits, 64, mx.float32, whole=True, M=3)
-    one = one_row(x, weight, Emulator(mlx_one_row.definition(fast=True)))
+    x, weight = case(bits, group, mx.float32, mode, M=3)
+    stock = mlx_one_row.definition if mode == "affine" else mlx_one_row.float_definition
+    one = one_row(x, weight, Emulator(stock(fast=True)))
     device = Emulator(ROWS_EXACT.definition)
     found = {
         fuse
@@ -107,7 +114,8 @@ def test_one_form_has_the_bits_whatever_the_compiler_fuses(
         ).item()
     }
     assert found
-    assert (0 in found) == (contract != "fast")
+    if mode == "affine":
+        assert (0 in found) == (contract != "fast")
 
 
 @needs_emulator
@@ -121,18 +129,18 @@ def test_each_tile_of_rows_reads_the_weights_once(cut: tuple[int, int], reads: i
 
 
 @needs_metal
-@pytest.mark.parametrize(("bits", "group", "dtype", "whole"), CASES)
+@pytest.mark.parametrize(("bits", "group", "dtype", "mode", "whole"), CASES)
 def test_on_metal_a_form_has_the_bits_of_mlx(
-    bits: int, group: int, dtype: mx.Dtype, whole: bool
+    bits: int, group: int, dtype: mx.Dtype, mode: str, whole: bool
 ) -> None:
     """Against MLX's own product of one row, on the GPU at hand: the form that a race would find."""
-    x, weight = case(bits, group, dtype, whole)
+    x, weight = case(bits, group, dtype, mode, whole)
     form = Race("exact").form(weight, x)
     assert form is not None
     assert mx.array_equal(rows_exact(x, weight, Exact(form)), rows_exact(x, weight)).item()
 
 
-FAULTS = {  # the last bit flipped, another order, another row's scale
+FAULTS = {  # the last bit flipped, another order, another row's scale, another row's sum
     "last bit": ("<T>(result);", "<T>(as_type<float>(as_type<uint>(result) ^ (first + o == 1)));"),
     "order of the units": ("u * BITS, weights", "(SPAN - UNIT - u) * BITS, weights"),
     "scale": ("(scales[at])", "(scales[max(at, 1ul) - 1])"),
@@ -144,9 +152,10 @@ FAULTS = {  # the last bit flipped, another order, another row's scale
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault: str) -> None:
     found, replacement = FAULTS[fault]
-    source = ROWS_EXACT.definition["source"]
-    assert found in source
-    spoiled = Emulator(ROWS_EXACT.definition | {"source": source.replace(found, replacement)})
+    texts = {part: ROWS_EXACT.definition[part] for part in ("header", "source")}
+    assert any(found in text for text in texts.values())
+    planted = {part: text.replace(found, replacement) for part, text in texts.items()}
+    spoiled = Emulator(ROWS_EXACT.definition | planted)
     x, weight = case(4, 64, mx.float32, whole=True)
     (y,) = ROWS_EXACT.launcher(spoiled, x, weight, Exact(Form(2)))
     assert not mx.array_equal(y, one_row(x, weight)).item()
@@ -178,18 +187,19 @@ def test_without_a_cut_rows_go_through_mlx_one_by_one() -> None:
 
 
 def test_forms_begin_with_the_installed_mlx() -> None:
-    (_, whole), (_, ragged) = case(4, 64, mx.float32, True), case(4, 64, mx.float32, False)
+    (_, whole), (_, ragged) = (
+        case(4, 64, mx.float32, whole=True),
+        case(4, 64, mx.float32, whole=False),
+    )
     assert forms(whole)[0] == Form(2)
     assert forms(ragged)[0] == Form(1)
     assert len(set(forms(whole))) == 20
+    assert len(forms(case(8, 32, mx.float32, "mxfp8")[1])) == 10  # no sums of x
 
 
 def test_limits() -> None:
     x = normal((3, 128))
-    assert (
-        exact_limits(x, matrix((16, 128), 4, 32, mx.float32, "mxfp4")) == "not packed in integers"
-    )
-    assert exact_limits(x, matrix((16, 128), 0, 0, mx.float32)) == "not packed in integers"
+    assert exact_limits(x, matrix((16, 128), 0, 0, mx.float32)) == "not packed"
     assert exact_limits(x, matrix((16, 128), 4, 64, mx.float32)) == (
         "a weight of 16 x 128, for which MLX has another kernel"
     )

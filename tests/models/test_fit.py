@@ -15,7 +15,7 @@ from dspine_mlx import load
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
-from dspine_mlx.models import choose as choosing
+from dspine_mlx.models import needs
 from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs, contradictions
 from dspine_mlx.models.hub import cached_folder, online
@@ -80,7 +80,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(demo_cache(tmp_path / "hub")))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     known = [entry_from(entry(), "here")]
-    monkeypatch.setattr(choosing, "registry", lambda: known)
+    monkeypatch.setattr(needs, "registry", lambda: known)
     return tmp_path / "hub"
 
 
@@ -96,7 +96,7 @@ def test_auto_takes_one_that_is_here_and_can_be_read(
 ) -> None:
     def known(*entries: dict[str, Any]) -> None:
         found = [entry_from(e, "here") for e in entries]
-        monkeypatch.setattr(choosing, "registry", lambda: found)
+        monkeypatch.setattr(needs, "registry", lambda: found)
 
     far = entry(id="toy/far", revision="f" * 40)
     known(far, entry())

@@ -160,7 +160,7 @@ def test_a_text_whose_end_failed_does_not_go_on(
     suspended = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
     assert [next(suspended).token for _ in range(3)] == text[:3]
 
-    def interrupt(context: DraftContext, depth: int) -> None:
+    def interrupt(context: DraftContext) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -45,12 +45,12 @@ def test_a_drafter_alone_ends_the_start(tmp_path: Path) -> None:
 # ---- names that requests may use
 
 
-def provider(host: str, allowed: Any = None) -> Provider:
+def provider(host: str, allowed: Any = None, adapter: str | None = None) -> Provider:
     args: Any = SimpleNamespace(
         host=host,
         model=str(DEMO / "target"),
         draft_model=str(DEMO / "drafter"),
-        adapter_path=None,
+        adapter_path=adapter,
         trust_remote_code=False,
         chat_template="",
         pipeline=False,
@@ -88,8 +88,25 @@ def test_names_that_requests_may_use(host: str, allowed: Any, others: bool) -> N
     assert may()
     assert may(str(DEMO / "target"), str(DEMO / "drafter"))
     assert may(draft="default_model")
-    assert may("other") == may(draft="other") == may(adapter="other") == others
+    assert may("other") == may(draft="other") == may("other", adapter="other") == others
     assert reachable(host) == (host in ("0.0.0.0", "::", "192.168.0.7", "example.org"))
+
+
+@pytest.mark.parametrize("own", [None, "their adapters"])
+def test_the_servers_own_model_takes_no_other_adapters(own: str | None) -> None:
+    """mlx_lm would answer without them."""
+    models = provider("127.0.0.1", None, own)
+
+    def check(model: str, adapter: str | None) -> None:
+        models.check_names(SimpleNamespace(model=model, draft=None, adapter=adapter))
+
+    for model, adapter in (("default_model", own), ("default_model", None), ("other", "else")):
+        check(model, adapter)
+    with pytest.raises(
+        UnknownModel, match="adapters is else, but this server's own model"
+    ) as wrong:
+        check("default_model", "else")
+    assert wrong.value.param == "adapters"
 
 
 def test_other_models_are_refused_and_not_listed(scripted: tuple[str, str], tmp_path: Path) -> None:

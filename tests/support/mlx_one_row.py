@@ -11,23 +11,68 @@ from dspine_mlx.metal.rows import Matrix
 from tests.msl import Emulator
 
 HEADER = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels/quantized.h"
+FLOATS = HEADER.with_name("fp_quantized.h")
 CALLED = ("get_pack_factor", "get_bytes_per_pack", "load_vector", "load_vector_safe", "qdot",
           "qdot_safe")  # fmt: skip
+SMALL_FLOATS = {  # header of each type, and the conversions that the kernels use
+    "fp4_e2m1": ("fp4.h", ("float16_t", "float")),
+    "fp8_e4m3": ("fp8.h", ("float16_t", "float")),
+    "fp8_e8m0": ("fp8.h", ("float",)),
+}
 SIZES = "constexpr constant int SIMD_SIZE = 32;\nconstexpr constant int QUAD_SIZE = 4;\n"
 
 
-def function_template(name: str) -> str:
+def function_template(name: str, header: Path = HEADER) -> str:
     """The function template of that name, with its template line."""
-    text = HEADER.read_text().encode("ascii", "ignore").decode()
+    text = header.read_text().encode("ascii", "ignore").decode()
     found = re.search(rf"\b{name}\(", text)
-    assert found, f"{HEADER} has no {name}"
-    start = text.rindex("template <", 0, found.start())
-    depth, end = 0, text.index("{", found.start())
+    assert found, f"{header} has no {name}"
+    return braces(text, text.rindex("template <", 0, found.start())) + "\n"
+
+
+def braces(text: str, start: int) -> str:
+    """The text from `start` to the end of the block that opens next."""
+    depth, end = 0, text.index("{", start)
     while True:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         end += 1
         if depth == 0:
-            return text[start:end] + "\n"
+            return text[start:end]
+
+
+def struct(name: str, header: Path, before: str = "struct") -> str:
+    text = header.read_text().encode("ascii", "ignore").decode()
+    at = text.index(f"struct {name} {{")
+    return braces(text, text.rindex(before, 0, at + len("struct")))
+
+
+def small_float(name: str) -> str:
+    """The type with its conversions only: constructors are beyond the emulator."""
+    header, types = SMALL_FLOATS[name]
+    text = struct(name, HEADER.with_name(header))
+    conversions = [braces(text, text.index(f"operator {type_}()")) for type_ in types]
+    return f"struct {name} {{ {' '.join(conversions)} uint8_t bits; }};\n"
+
+
+def float_definition(fast: bool) -> dict[str, Any]:
+    """fp_qmv_fast_impl or fp_qmv_impl, of the mx and nv modes."""
+    name = "fp_qmv_fast_impl" if fast else "fp_qmv_impl"
+    called = ["get_pack_factor", "get_bytes_per_pack", "dequantize_scale", *CALLED[2:], name]
+    parts = [function_template(f, FLOATS) for f in called]
+    partial = ", PARTIAL" if "partial_rows" in parts[-1] else ""
+    return {
+        "name": f"mlx_{name}",
+        "input_names": ["w", "scales", "x", "K", "N"],
+        "output_names": ["y"],
+        "header": "constexpr constant float F8E4M3_MAX = 448.0f, F4E2M1_MAX = 6.0f;\n"
+        + "".join(map(small_float, SMALL_FLOATS))
+        + SIZES
+        + struct("Dequantize", FLOATS, "template <")
+        + ";\n"
+        + "\n".join(parts),
+        "source": f"{name}<T, GROUP, BITS{partial}>(w, scales, nullptr, x, y, K, N, "
+        "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);",
+    }
 
 
 def definition(fast: bool) -> dict[str, Any]:
@@ -47,8 +92,8 @@ def definition(fast: bool) -> dict[str, Any]:
 
 
 @functools.cache
-def emulator(fast: bool) -> Emulator:
-    return Emulator(definition(fast))
+def emulator(fast: bool, mode: str = "affine") -> Emulator:
+    return Emulator(definition(fast) if mode == "affine" else float_definition(fast))
 
 
 def is_fast(matrix: Matrix) -> bool:
@@ -59,10 +104,11 @@ def is_fast(matrix: Matrix) -> bool:
 
 def one_row(x: mx.array, matrix: Matrix, kernel: Emulator | None = None) -> mx.array:
     """x W^T for x [M, K], each row for itself: a threadgroup of 2 simdgroups makes 8 outputs."""
-    kernel = kernel or emulator(is_fast(matrix))
+    kernel = kernel or emulator(is_fast(matrix), matrix.mode)
     M, (N, K) = x.shape[0], matrix.shape
+    biases = [] if matrix.biases is None else [matrix.biases]
     return kernel(
-        inputs=[matrix.weight, matrix.scales, matrix.biases, x, mx.array(K), mx.array(N)],
+        inputs=[matrix.weight, matrix.scales, *biases, x, mx.array(K), mx.array(N)],
         template=[("T", x.dtype), ("GROUP", matrix.group_size), ("BITS", matrix.bits),
                   ("PARTIAL", N % 8 != 0)],
         grid=(32 * M, 2 * -(-N // 8), 1),

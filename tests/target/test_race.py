@@ -134,7 +134,7 @@ def test_a_form_is_sought_once_per_packing(track: Track, layers: list[Matrix]) -
     run(race, layers, rows=5)
     per_race = 3 * (2 * len(layers) + 5 * len(layers))
     assert track.exact.calls - before == per_race
-    assert race.forms == {(4, 64, True, mx.float32): Form(2)}
+    assert race.forms == {("affine", 4, 64, True, mx.float32): Form(2)}
 
 
 def test_a_refused_cut_leaves_the_others(track: Track, layers: list[Matrix]) -> None:

@@ -8,10 +8,16 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from dspine_mlx.metal.attention import Attended
+from dspine_mlx.metal.exact_attention import attend_apart
 from dspine_mlx.target.equal_rows import unequal_widths
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.row_attention import RowAttention, apart
+from dspine_mlx.target.row_attention import RowAttention
 from tests.support.families import FAMILIES, build
+
+
+def apart(stock: Any, queries: mx.array, *call: Any, **named: Any) -> mx.array:
+    return attend_apart(queries, Attended(*call, **named), stock)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def settled(target: Target, track: Track, *widths: int, mode: str = "auto") -> R
 
 def test_rows_are_multiplied_as_settled(target: Target, track: Track) -> None:
     kernels, ids = settled(target, track), tokens(1, WIDTH)
-    assert {type(v.product) for v in kernels.verdicts.values()} == {Tile}
+    assert {type(v.product) for v in track.products(kernels).values()} == {Tile}
     plain, before = forward(target, ids), track.tile.calls
     with kernels.verifying(WIDTH):
         ours = forward(target, ids)
@@ -119,6 +119,7 @@ def test_classes_and_parameters_are_put_back(target: Target, track: Track) -> No
 
 def test_nothing_is_swapped_where_stock_wins(target: Target, track: Track) -> None:
     track.tile.seconds = track.exact.seconds = lambda _: 2.0
+    track.parts.seconds = 2.0
     kernels, types = settled(target, track), classes(target)
     assert {v.product for v in kernels.verdicts.values()} == {STOCK}
     with kernels.verifying(WIDTH):
@@ -188,7 +189,7 @@ def test_an_exact_target_has_the_bits_of_rows_one_by_one(track: Track, bits: int
     target, x = Target(model), mx.random.normal((1, 7, 64))
     track.spoil_stock = lambda y: y * (1 + 2**-20)
     kernels = settled(target, track, 4, mode="exact")
-    assert {v.product for v in kernels.verdicts.values()} <= {APART}
+    assert {v.product for v in track.products(kernels).values()} <= {APART}
     for layer in linear_layers(target)[:3]:
         rows = [layer(x[:, i : i + 1]) for i in range(7)]
         for width in (4, 7):
@@ -203,7 +204,7 @@ def test_time_is_limited_and_coarse_widths_come_first(target: Target, track: Tra
     assert len(kernels.verdicts) == 1
     kernels.settle([3, 4, 8, 16], seconds=1e9)
     assert {rows for _, rows in kernels.verdicts} == {3, 4, 8, 16, 32}
-    assert len(kernels.verdicts) == 4 * len(kernels.shapes) + 1
+    assert len(kernels.verdicts) == 4 * len(kernels.all_shapes) + 1
 
 
 def test_a_machine_races_once(target: Target, track: Track, tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_the_report_is_json_and_the_explanation_english(target: Target, track: T
     kernels = settled(target, track, 4)
     report = kernels.report()
     assert (report["mode"], report["idle"], report["digest"]) == ("auto", "", kernels.digest)
-    assert len(report["verdicts"]) == len(kernels.shapes)
+    assert len(report["verdicts"]) == len(kernels.all_shapes)
     shape = Shape.of(Matrix.of(target.lm_head), mx.float32)
     assert "1 x [2048 x 32, 4 bits, groups of 32]: 4 rows tile 2x8 500 ms (stock 1e+03)" in (
         kernels.explain()

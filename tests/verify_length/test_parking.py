@@ -121,3 +121,57 @@ def test_probes_leave_the_drafters_context_whole(
         for a, b in ((ours.keys, wanted.keys), (ours.values, wanted.values)):
             rows = np.array(a)[:, :, : text.size], np.array(b)[:, :, : text.size]
             np.testing.assert_allclose(*rows, atol=1e-4)
+
+
+class Late(Fixed):
+    """Parked for 100 tokens, then rounds of 7."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(7, parked=True)
+        self.keeps, self.waited = keeps, 0
+
+    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None: ...
+
+    def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
+        self.waited += 1
+        self.parked = self.waited < 100
+
+    def keeps_context(self, depth: int) -> bool:
+        return self.keeps
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_drafters_context_after_a_long_time_parked(
+    model: nn.Module, tokenizer: TokenizerWrapper, keeps: bool
+) -> None:
+    """A drafter that does not keep up has the prompt and the newest 64 rows when it drafts again,
+    and everything from there on. The target's text is the same."""
+    prompt, drafter = random_prompt(17), tiny_dflash(model)
+    plain = plain_steps(model, tokenizer, prompt, max_tokens=120)
+    cache = make_prompt_cache(model)
+    responses = list(
+        dspine_mlx.stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            drafter,
+            max_tokens=120,
+            prompt_cache=cache,
+            verify_length=Late(keeps),
+            lookup=False,
+        )
+    )
+    assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+    text = mx.array([*prompt, *(r.token for r in responses)])
+    taps = drafter.config.target_layer_ids
+    _, features = drafter.target.forward(text, make_prompt_cache(model), taps)
+    # The prompt's last token and the 100 after it are fed one by one.
+    missing = 0 if keeps else 101 - 64
+    seen = mx.concatenate([features[:, :16], features[:, 16 + missing :]], axis=1)
+    fresh = drafter.make_cache()
+    drafter.extend(seen, fresh)
+    for ours, wanted in zip(cache[-len(fresh) :], fresh, strict=True):
+        assert ours.offset == wanted.offset == text.size - missing
+        for a, b in ((ours.keys, wanted.keys), (ours.values, wanted.values)):
+            rows = np.array(a)[:, :, : wanted.offset], np.array(b)[:, :, : wanted.offset]
+            np.testing.assert_allclose(*rows, atol=1e-4)

@@ -1,0 +1,132 @@
+// Attention of L query rows to keys [B, H, S, D] and values [B, H, S, V], first pass: one part of the
+// keys. Rows of all heads that share a key head, head by head, make tiles of 8, one simdgroup each.
+// KEYS keys and values at a time pass through threadgroup memory, unpacked once for all of them.
+// Writes values weighted by exp(score - top), top itself and the sum of weights.
+constexpr int QUERY_TILES = D / 8, VALUE_TILES = V / 8, STEPS = KEYS / 8;
+threadgroup T keys_tile[KEYS * D];
+threadgroup T values_tile[KEYS * V];
+const int S = keys_shape[2], H = keys_shape[1], L = queries_shape[2];
+const int share = queries_shape[1] / H, rows = share * L;
+const int blocks = threadgroups_per_grid.x / H;  // of rows, where a threadgroup can't hold all
+const int key_head = threadgroup_position_in_grid.x / blocks;
+const int block = threadgroup_position_in_grid.x % blocks;
+const int batch = threadgroup_position_in_grid.y;
+const int part = threadgroup_position_in_grid.z, parts = threadgroups_per_grid.z;
+const uint tid = thread_index_in_threadgroup;
+const uint2 place = matrix_place(thread_index_in_simdgroup);
+const uint tile = block * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup;
+const int row = tile * 8 + place.x;
+const int known = min(row, rows - 1);  // beyond the last: computed, not stored
+const int head = key_head * share + known / L, position = known % L;
+const int last = MASKED ? S - 1 : S - L + position;  // the last key the row may see
+const int per_part = ((S + parts - 1) / parts + KEYS - 1) / KEYS * KEYS;
+const int begin = part * per_part, end = min(S, begin + per_part);
+
+const size_t query_at = batch * queries_strides[0] + head * queries_strides[1]
+    + position * queries_strides[2];
+const size_t mask_at = batch * mask_strides[0] + head * mask_strides[1]
+    + position * mask_strides[2];
+float query[QUERY_TILES][2], sums[VALUE_TILES][2];
+UNROLL for (int e = 0; e < 2; ++e) {
+    UNROLL for (int t = 0; t < QUERY_TILES; ++t) {
+        size_t column = (8 * t + place.y + e) * queries_strides[3];
+        query[t][e] = static_cast<float>(queries[query_at + column]) * scale;
+    }
+    UNROLL for (int t = 0; t < VALUE_TILES; ++t) sums[t][e] = 0.0f;
+}
+float top = -FLT_MAX, total = 0.0f;
+for (int start = begin; start < end; start += KEYS) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = tid; i < KEYS * QUERY_TILES; i += 32 * simdgroups_per_threadgroup) {
+        int key = start + i / QUERY_TILES, column = i % QUERY_TILES * 8;
+        T loaded[8];
+        UNROLL for (int c = 0; c < 8; ++c) loaded[c] = T(0.0f);
+        if (key < end) {
+            size_t at = batch * keys_strides[0] + key_head * keys_strides[1]
+                + key * keys_strides[2];
+            size_t scale_at = batch * key_scales_strides[0] + key_head * key_scales_strides[1]
+                + key * key_scales_strides[2];
+            load_cached<BITS, GROUP>(
+                keys, at, keys_strides[3], key_scales, key_biases, scale_at, column, loaded);
+        }
+        UNROLL for (int c = 0; c < 8; ++c) keys_tile[8 * i + c] = loaded[c];
+    }
+    for (uint i = tid; i < KEYS * VALUE_TILES; i += 32 * simdgroups_per_threadgroup) {
+        int key = start + i / VALUE_TILES, column = i % VALUE_TILES * 8;
+        T loaded[8];
+        UNROLL for (int c = 0; c < 8; ++c) loaded[c] = T(0.0f);
+        if (key < end) {
+            size_t at = batch * values_strides[0] + key_head * values_strides[1]
+                + key * values_strides[2];
+            size_t scale_at = batch * value_scales_strides[0]
+                + key_head * value_scales_strides[1] + key * value_scales_strides[2];
+            load_cached<BITS, GROUP>(
+                values, at, values_strides[3], value_scales, value_biases, scale_at, column,
+                loaded);
+        }
+        UNROLL for (int c = 0; c < 8; ++c) values_tile[8 * i + c] = loaded[c];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    simdgroup_matrix<float, 8, 8> scores[STEPS];
+    UNROLL for (int k = 0; k < STEPS; ++k) {
+        scores[k] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    UNROLL for (int t = 0; t < QUERY_TILES; ++t) {
+        simdgroup_matrix<float, 8, 8> left, right;
+        UNROLL for (int e = 0; e < 2; ++e) left.thread_elements()[e] = query[t][e];
+        UNROLL for (int k = 0; k < STEPS; ++k) {
+            UNROLL for (int e = 0; e < 2; ++e) {
+                T element = keys_tile[(8 * k + place.y + e) * D + 8 * t + place.x];
+                right.thread_elements()[e] = static_cast<float>(element);
+            }
+            simdgroup_multiply_accumulate(scores[k], left, right, scores[k]);
+        }
+    }
+    float highest = top;
+    UNROLL for (int k = 0; k < STEPS; ++k) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+            int key = start + 8 * k + place.y + e;
+            bool seen = key < end && key <= last;
+            if (MASKED && seen) seen = static_cast<bool>(mask[mask_at + key * mask_strides[3]]);
+            float score = seen ? scores[k].thread_elements()[e] : -INFINITY;
+            scores[k].thread_elements()[e] = score;
+            highest = max(highest, score);
+        }
+    }
+    highest = max(highest, simd_shuffle_xor(highest, 1));  // the lanes that hold the same row
+    highest = max(highest, simd_shuffle_xor(highest, 8));
+    float fade = metal::exp(top - highest), sum = 0.0f;
+    top = highest;
+    UNROLL for (int k = 0; k < STEPS; ++k) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+            float weight = metal::exp(scores[k].thread_elements()[e] - top);
+            scores[k].thread_elements()[e] = weight;
+            sum += weight;
+        }
+    }
+    sum += simd_shuffle_xor(sum, 1);
+    total = total * fade + sum + simd_shuffle_xor(sum, 8);
+    UNROLL for (int t = 0; t < VALUE_TILES; ++t) {
+        simdgroup_matrix<float, 8, 8> added, right;
+        UNROLL for (int e = 0; e < 2; ++e) added.thread_elements()[e] = sums[t][e] * fade;
+        UNROLL for (int k = 0; k < STEPS; ++k) {
+            UNROLL for (int e = 0; e < 2; ++e) {
+                T element = values_tile[(8 * k + place.x) * V + 8 * t + place.y + e];
+                right.thread_elements()[e] = static_cast<float>(element);
+            }
+            simdgroup_multiply_accumulate(added, scores[k], right, added);
+        }
+        UNROLL for (int e = 0; e < 2; ++e) sums[t][e] = added.thread_elements()[e];
+    }
+}
+if (row < rows) {
+    size_t at = ((static_cast<size_t>(batch) * H * share + head) * L + position) * parts + part;
+    UNROLL for (int t = 0; t < VALUE_TILES; ++t) {
+        UNROLL for (int e = 0; e < 2; ++e) partial[at * V + 8 * t + place.y + e] = sums[t][e];
+    }
+    if (place.y == 0) {
+        tops[at] = top;
+        totals[at] = total;
+    }
+}

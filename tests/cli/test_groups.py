@@ -1,0 +1,69 @@
+"""Groups of options: dataclasses that typer sees field by field."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from typer.testing import CliRunner
+
+from dspine_mlx.cli.groups import Commands, grouped
+
+Size = Annotated[int, typer.Option("--size", "-s", help="How large.")]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Two fields with a default, one without."""
+
+    name: Annotated[str, typer.Option()]
+    size: Size = 3
+    round: Annotated[bool, typer.Option("--round")] = False
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    app, seen = typer.Typer(), []
+
+    @app.command()
+    @grouped
+    def command(shape: Shape, count: int = 1, extra: Annotated[str, typer.Option()] = "x") -> None:
+        """What it does."""
+        seen.append((shape, count, extra))
+
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, repr(seen[0]) if seen else result.output
+
+
+def test_fields_are_options_and_come_back_as_the_dataclass() -> None:
+    given = run("--name", "a", "-s", "5", "--round", "--count", "2")
+    assert given == (0, repr((Shape("a", 5, True), 2, "x")))
+    assert run("--name", "b") == (0, repr((Shape("b"), 1, "x")))
+
+
+def test_a_field_without_a_default_is_required_and_values_are_checked() -> None:
+    status, said = run("--size", "1")
+    assert status == 2
+    assert "--name" in said
+    assert run("--name", "a", "--size", "large")[0] == 2
+
+
+def test_help_is_the_commands_and_the_fields() -> None:
+    status, said = run("--help")
+    assert status == 0
+    for word in ("What it does.", "--name", "--size", "-s", "How large.", "--count", "--extra"):
+        assert word in said
+    assert "--shape" not in said
+
+
+def test_help_flows_over_the_sources_lines() -> None:
+    app = Commands()
+
+    @app.command()
+    def command() -> None:
+        """What it does, in
+        two lines.
+
+        More
+        of it.
+        """
+
+    assert typer.main.get_command(app).help == "What it does, in two lines.\n\nMore of it."

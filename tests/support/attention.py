@@ -1,0 +1,74 @@
+"""Rows that attend to a cache, and what they get in float64."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import QuantizedKVCache
+
+from dspine_mlx.metal.attention import Attended
+from tests.support.metal_device import normal, wide
+
+SPARE = 19  # keys that the cache has room for, past the last
+
+
+def attended(
+    B: int,
+    H: int,
+    S: int,
+    sizes: tuple[int, int],
+    dtype: mx.Dtype,
+    packing: tuple[int, int] = (0, 0),
+    **options: Any,
+) -> Attended:
+    """A cache of S keys, a view of a larger one as mlx-lm hands it out. packing: bits, group."""
+    bits, group = packing
+    arrays = [normal((B, H, S + SPARE, size), dtype) for size in sizes]
+    scale = sizes[0] ** -0.5
+    if not bits:
+        keys, values = (array[:, :, :S] for array in arrays)
+        return Attended(keys, values, None, scale, **options)
+    cache = QuantizedKVCache(group, bits)
+    k, v = (tuple(a[:, :, :S] for a in mx.quantize(x, group, bits)) for x in arrays)
+    return Attended(k, v, cache, scale, **options)
+
+
+def queries(B: int, heads: int, L: int, D: int, dtype: mx.Dtype) -> mx.array:
+    """As a layer makes them: projected row by row."""
+    return normal((B, L, heads, D), dtype).transpose(0, 2, 1, 3)
+
+
+def floats(part: Any, cache: Any) -> np.ndarray:
+    if isinstance(part, mx.array):
+        return wide(part)
+    single = (a.astype(mx.float32) for a in part[1:])
+    return wide(mx.dequantize(part[0], *single, cache.group_size, cache.bits))
+
+
+def softmax_attention(q: mx.array, attended: Attended) -> np.ndarray:
+    """In float64, a row at a time. mask: causal, or a boolean array. A row that sees nothing: 0."""
+    q64, sinks = wide(q), None if attended.sinks is None else wide(attended.sinks)
+    k, v = floats(attended.keys, attended.cache), floats(attended.values, attended.cache)
+    B, heads, L, _ = q64.shape
+    S, share = k.shape[2], heads // k.shape[1]
+    seen = np.tril(np.ones((L, S), bool), S - L)
+    if isinstance(attended.mask, mx.array):
+        seen = np.array(attended.mask)
+    seen = np.broadcast_to(seen, (B, heads, L, S))
+    out = np.zeros((B, heads, L, v.shape[3]))
+    for b, h, i in np.ndindex(B, heads, L):
+        keys = seen[b, h, i]
+        scores = k[b, h // share, keys] @ q64[b, h, i] * attended.scale
+        least = -np.inf if sinks is None else sinks[h]
+        top = max(scores.max(initial=-np.inf), least)
+        weights = np.exp(scores - top)
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[h] - top))
+        if keys.any():
+            out[b, h, i] = weights / total @ v[b, h // share, keys]
+    return out
+
+
+def window_mask(L: int, S: int, window: int) -> mx.array:
+    """Each row sees the last `window` keys up to its own."""
+    row, key = mx.arange(S - L, S)[:, None], mx.arange(S)[None]
+    return (key <= row) & (key > row - window)

@@ -119,7 +119,8 @@ class DraftingBatch:
         own = [job.text.prompt_cache for job in self.jobs.values() if job.text is not None]
         drafters = [group.context.cache for group in self.batch.groups]
         target = sum(group.target.nbytes for group in self.batch.groups)
-        return target + sum(c.nbytes for caches in [*own, *drafters] for c in caches)
+        held = [*own, *drafters, *self.finished.values()]
+        return target + sum(c.nbytes for caches in held for c in caches)
 
     def close(self) -> None:
         self.wired.close()

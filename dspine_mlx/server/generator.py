@@ -213,8 +213,9 @@ class ResponseGenerator(host.ResponseGenerator):
         for draft in self.batches_for(args, wanted):
             args.model = replace(args.model, draft=draft)
             if self._is_batchable(args):
-                call.path, call.drafted = "batched", call.drafted and draft is not None
-                return
+                if draft is None:
+                    call.path, call.drafted = "batched", False
+                return  # a drafting batch says how its texts are decoded
         call.path = "speculative" if call.drafted else "plain"
         args.model = replace(args.model, draft=wanted if call.drafted else None)
 

@@ -87,6 +87,12 @@ class Call:
             self.rounds = self.statistics.rounds
         self.round_started = now
 
+    def times(self, rounds: int) -> list[float]:
+        """Seconds of the first rounds. One that its client did not wait for has its time so far."""
+        known = self.round_seconds[:rounds]
+        so_far = time.perf_counter() - self.round_started
+        return known + [so_far] * (rounds - len(known))
+
     @property
     def steps_alone(self) -> int:
         """Rounds and plain steps that it had to itself."""

@@ -72,9 +72,10 @@ class Metrics:
             self.steps["texts"] += call.steps_alone + call.shared_texts
             self.drafts["drafted"] += call.statistics.drafted
             self.drafts["accepted"] += call.statistics.accepted
-            for accepted, rounds in call.statistics.accepted_histogram.items():
+            histogram = dict(call.statistics.accepted_histogram)  # it may still change
+            for accepted, rounds in histogram.items():
                 self.accepted.observe(accepted, rounds)
-            for seconds in call.round_seconds:
+            for seconds in call.times(sum(histogram.values())):
                 self.rounds.observe(seconds)
             if call.first_token is not None:
                 self.first_token.observe(call.first_token)

@@ -210,6 +210,7 @@ def test_a_call_is_counted_with_its_statistics() -> None:
         "dspine_accepted_tokens_sum 4",
         "dspine_requests_queued 2",
         "dspine_parked_share 0.5",
+        "dspine_round_seconds_count 2",  # also of rounds that nobody waited for
     ):
         assert line in text.splitlines()
 

@@ -19,8 +19,8 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One step: a token for each text."""
     texts, waiting, overlapped = list(batch.texts), time.perf_counter(), batch.ahead is not None
     this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
-    for text, token in zip(texts, mx.split(this.fed, len(texts)), strict=True):
-        text.take_rows(token)
+    for i, text in enumerate(texts):
+        text.take_rows(this.fed[i : i + 1])
     batch.features = this.features
     batch.accept([1] * len(texts))
     if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
@@ -31,6 +31,8 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     ]
     now = time.perf_counter()
     seconds = now - this.started
+    if batch.ahead is not None:
+        batch.ahead = batch.ahead._replace(started=now)  # the device begins with it only now
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
     timed = overlapped and now - waiting > 0.5 * seconds
     policy.plain_step(texts, seconds if timed else None, batch.depth)

@@ -28,6 +28,7 @@ from dspine_mlx.errors import InputError
 WIDEST = 4  # digits of a number of columns
 TEMPORARY = {"TMPDIR", "TMP", "TEMP", "TEMPDIR"}  # where MLX puts files that it compiles
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 
 app = Commands(
     name="dspine-mlx",
@@ -121,8 +122,8 @@ def main() -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(2)
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in (*NO_ROOM, *NO_NAME):
             raise
         place = error.filename or "standard output"
-        one_sentence(InputError, InputError(f"{place} has no room: {error.strerror}"), None)
+        one_sentence(InputError, InputError(f"{place} can't be used: {error.strerror}"), None)
         sys.exit(2)

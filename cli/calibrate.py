@@ -68,7 +68,8 @@ def calibrate(
             raise InputError(f"{flag} is {number}; it must be at least 1")
     suites = [
         load_suite(name, limit, lambda line: typer.echo(line, err=True))
-        for name in filter(None, (prompts, held_out))
+        for name in (prompts, held_out)
+        if name is not None
     ]
 
     from dspine_mlx.cli.pair import chosen, loading
@@ -84,7 +85,7 @@ def calibrate(
     draft_model = chosen(model, draft_model)
     with loading(model, draft_model):
         target, tokenizer, drafter = load(model, draft_model)
-    if drafter is None:
+    if drafter is None or not drafter.config.num_proposals:
         raise InputError("there is no drafter to calibrate; give --draft-model")
     fits = fit_all((target, tokenizer, drafter), suites, temperatures, max_tokens)
     path = output or calibration_path(drafter)

@@ -7,11 +7,11 @@ import typer
 
 from dspine_mlx.cli.groups import grouped
 from dspine_mlx.cli.options import (
+    SAMPLING,
     MaxKvSizeOption,
     Pair,
     PrefillStepOption,
     Sampling,
-    SeedOption,
     SystemPromptOption,
     TemplateOption,
     parse_verify_length,
@@ -29,7 +29,7 @@ def chat(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-m", help="Tokens per answer at most; -1: no limit.")
     ] = 256,
-    seed: SeedOption = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=SAMPLING)] = 0,
     max_kv_size: MaxKvSizeOption = None,
     prefill_step_size: PrefillStepOption = 2048,
     pipeline: Annotated[

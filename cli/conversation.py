@@ -122,6 +122,7 @@ class Conversation:
             new,
             self.drafter,
             prompt_cache=self.cache,
+            cached_tokens=self.tokens,
             prompt_progress_callback=progress,
             **options,
         )

@@ -13,11 +13,11 @@ from dspine_mlx.cli.groups import grouped
 from dspine_mlx.cli.options import (
     CACHE,
     PAIR,
+    SAMPLING,
     MaxKvSizeOption,
     Pair,
     PrefillStepOption,
     Sampling,
-    SeedOption,
     parse_verify_length,
 )
 from dspine_mlx.cli.prompting import Prompting, read_prompt
@@ -35,13 +35,13 @@ class Cache:
 
     max_kv_size: MaxKvSizeOption = None
     kv_bits: Annotated[
-        int | None, typer.Option(help="Quantise the cache to so many bits.", rich_help_panel=CACHE)
+        int | None, typer.Option(help="Bits to quantise the cache to.", rich_help_panel=CACHE)
     ] = None
     kv_group_size: Annotated[
         int, typer.Option(help="Group size of a quantised cache.", rich_help_panel=CACHE)
     ] = 64
     quantized_kv_start: Annotated[
-        int, typer.Option(help="Position to quantise the cache from.", rich_help_panel=CACHE)
+        int, typer.Option(help="Quantise the cache from this position on.", rich_help_panel=CACHE)
     ] = 5000
     prefill_step_size: PrefillStepOption = 2048
 
@@ -112,7 +112,13 @@ def generate(
             rich_help_panel=PAIR,
         ),
     ] = False,
-    seed: SeedOption = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed; the text is mlx_lm.generate's with the same seed.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     prompt_cache_file: Annotated[
         Path | None,
         typer.Option(

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.round.lookup import CopyChances
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
@@ -19,6 +19,7 @@ class LastRound:
 
     policy: Policy
     draft: Draft | None = None
+    copy: Copy | None = None  # the newest that was valued
     offered: int = 0
     accepted: int = 0
 
@@ -38,11 +39,19 @@ class LastRound:
     def copies(self) -> CopyChances | None:
         return self.policy.copies
 
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        length = self.policy.copied_length(copy, draft, limit, depth)
-        if length:
-            self.draft = copy
-        return length
+    def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        self.copy = copy
+        return self.policy.copy_pays(copy, depth, running)
+
+    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        copy = self.policy.splice(draft, lookup, limit, depth)
+        self.copy = copy or self.copy
+        return copy
+
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        copy = self.policy.extend(draft, lookup, limit, depth)
+        self.copy = copy or self.copy
+        return copy
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         self.draft = draft
@@ -73,8 +82,9 @@ class LastRound:
             return []
         tokens = self.draft.tokens.tolist()
         chances = [""] * len(tokens)
-        if self.draft.copied is not None:
-            chances = [f"{c:.0%}, copied" for c in self.draft.copied]
+        if self.draft.copied is not None and self.copy is not None and self.copies is not None:
+            copied = [f"{c:.0%}, copied" for c in self.copies.of(self.copy)]
+            chances = [""] * self.draft.copied + copied
         elif self.draft.evidence is not None:
             chances = [f"{chance(x):.0%}" for x in self.draft.evidence.log_odds()]
         return [

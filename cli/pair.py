@@ -19,7 +19,7 @@ from dspine_mlx.load import DEMO, load, resolve
 from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
 from dspine_mlx.models.needs import AUTO, is_here
-from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.sampler import Sampler, never_excluded
 from dspine_mlx.verify_length.schedule import prepare
 
 
@@ -52,7 +52,7 @@ class Loaded:
     @property
     def special_tokens(self) -> tuple[int, ...]:
         """Tokens that XTC never leaves out, as mlx_lm.generate and mlx_lm.chat have them."""
-        return (*self.tokenizer.encode("\n"), *self.tokenizer.eos_token_ids)
+        return never_excluded(self.tokenizer)
 
 
 def chosen(model: str | None, draft_model: str | None) -> str | None:
@@ -94,6 +94,7 @@ def load_pair(
     if model is None and draft_model is None:
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
+    model = model or str(DEMO / "target")  # to be looked up without a drafter
     with loading(model, draft_model):
         target, tokenizer, drafter = load(
             model,

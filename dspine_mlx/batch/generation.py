@@ -255,6 +255,8 @@ class Generation:
 def why_alone(drafter: Drafter, max_kv_size: int | None = None) -> str | None:
     """Why a pair's texts are decoded one after another; None if they are not."""
     model, network = drafter.target.model, drafter.network
+    if not drafter.config.num_proposals:
+        return "copies are looked up for one text at a time"
     if not method_of(network).several_texts:
         return f"{type(network).__name__} drafters propose for one text at a time"
     if math.isfinite(drafter.target.verify_kernels.width_limit):

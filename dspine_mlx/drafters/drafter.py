@@ -13,12 +13,14 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.metal.kernel import OFF, Kernels
+from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.target.given_cache import Layout, layout
 from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.misfit import Misfit
 
 if TYPE_CHECKING:
     from dspine_mlx.drafters.dflash import DFlash
+    from dspine_mlx.drafters.lookup_only import LookupOnly
     from dspine_mlx.verify_length.schedule import Schedule
 
 
@@ -30,7 +32,7 @@ class Drafter:
     The network's parameters are a checkpoint's; the target's weights are lent to it, never copied.
     """
 
-    network: "DFlash"
+    network: "DFlash | LookupOnly"
     target: Target  # with the embedding and head to propose with: a checkpoint's own, or rows
     verifier: Target  # whose distribution it drafts for
     kernels: Kernels = OFF
@@ -41,6 +43,11 @@ class Drafter:
     @property
     def config(self) -> DrafterConfig:
         return self.network.config
+
+    @property
+    def most_offered(self) -> int:
+        """Tokens that a round may offer: all proposals, or as many copied ones."""
+        return max(self.config.num_proposals, COPIED)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -13,7 +13,8 @@ from dspine_mlx.round.user_code import picked, within
 
 
 def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
-    """One token per forward, until `budget` tokens, a stop token, or the policy drafts again.
+    """One token per forward, until `budget` tokens, a stop token, or the policy drafts again or
+    wants what follows the newest tokens to be copied.
 
     As in mlx-lm, the next forward always runs while a token is yielded. A probe's draft runs beside
     it, and the backlog of features keeps the drafter's cache up to date.
@@ -26,9 +27,10 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
         text.advance()
         depth += 1
         text.statistics.plain += 1
-        if budget == 1 or not policy.parked:
+        if budget == 1 or not policy.parked or copy_due(text, policy, depth):
             read = picked(token.item(), logprobs.size)
             text.pending = token
+            text.note([read])
             yield read, logprobs, False
             return
         if policy.probe_due(depth):
@@ -37,6 +39,7 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
         started = time.perf_counter()
         following = step(text, token)
         read = picked(token.item(), logprobs.size)
+        text.note([read])
         policy.plain_token(read, logprobs, started, depth)
         text.rows = 1  # the token's own, as it is yielded
         yield read, logprobs, False
@@ -44,6 +47,13 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
             return
         budget -= 1
         token, logprobs = following
+
+
+def copy_due(text: Text, policy: Policy, depth: int) -> bool:
+    """Whether a copy pays in place of plain tokens. The forward that makes its first token runs
+    already, so the round would start after it."""
+    copy = text.lookup.watch() if text.lookup is not None else None
+    return copy is not None and policy.copy_pays(copy, depth, running=1)
 
 
 def step(text: Text, token: mx.array) -> tuple[mx.array, mx.array]:

@@ -55,7 +55,7 @@ class Draft(NamedTuple):
     )  # [M, K] float32, the very probs that were sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
     greedy_path: Evidence | None = None  # of a sampled draft, known before any draw
-    copied: list[float] | None = None  # of a copy (`lookup`): chances [M] of its tokens
+    copied: int | None = None  # tokens before those that were copied; None: nothing was
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]

@@ -44,15 +44,15 @@ class Text:
     stops: Stops = frozenset()
     statistics: Statistics = field(default_factory=Statistics)
     draft_filter: DraftFilter | None = None
-    lookup: Lookup | None = None  # holds the prompt and the yielded tokens; None: nothing is copied
+    lookup: Lookup | None = None  # holds the text's tokens; None: nothing is copied
     kept: bool = True  # the caches are used after the text
 
     def __post_init__(self) -> None:
-        layers = len(self.drafter.layers)
-        self.cache = self.prompt_cache[:-layers]
+        own = len(self.prompt_cache) - len(self.drafter.layers)
+        self.cache = self.prompt_cache[:own]
         self.kv.check(self.cache)
         self.claim_cache()
-        self.context = DraftContext(self.drafter, self.prompt_cache[-layers:])
+        self.context = DraftContext(self.drafter, self.prompt_cache[own:])
         self.rollback = Rollback(self.cache, self.drafter.target.model)
         self.no_features = self.drafter.no_features()
         self.history = mx.array([], mx.uint32)  # tokens fed so far, for processors and filter
@@ -115,8 +115,12 @@ class Text:
                 checkpoints[end](self.prompt_cache)
             yield end - start
         self.history, self.pending = prompt[:-1], prompt[-1:]
+        self.note(prompt.tolist())
+
+    def note(self, tokens: list[int]) -> None:
+        """The text grows by these tokens: copies may come from them."""
         if self.lookup is not None:
-            self.lookup.add(prompt.tolist())
+            self.lookup.add(tokens)
 
     def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
         """The target's logits [n, V] after each of the tokens [n]."""
@@ -172,6 +176,7 @@ class Text:
         copies = [mx.take(logprobs, mx.array(i), axis=0) for i in range(end + 1)]
         mx.async_eval(copies)  # a kept response must not keep the whole block's logprobs
         self.features = self.features[:, : 1 + n]
+        self.note(tokens[: end + 1])
         return [(tokens[i], row, i < n) for i, row in enumerate(copies)]
 
     def ends_with(self, block: list[Token]) -> bool:

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import LogitsProcessor
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.sampler import Sampler, never_excluded
 from dspine_mlx.round.text import DraftFilter
 from dspine_mlx.server.call import Call, Reasoning
 from dspine_mlx.server.fields import FieldError
@@ -130,7 +130,7 @@ def own_sampler(args: Arguments, tokenizer: Any, grammar: Constraint | None) -> 
         min_p=args.sampling.min_p,
         xtc_probability=args.sampling.xtc_probability,
         xtc_threshold=args.sampling.xtc_threshold,
-        xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids),
+        xtc_special_tokens=never_excluded(tokenizer),
         seeded=seeded,
     )
 

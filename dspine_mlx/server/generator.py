@@ -328,6 +328,7 @@ class ResponseGenerator(host.ResponseGenerator):
         if draft_model is not None and options.get("input_embeddings") is None:
             options = drafting(options, args, tokenizer, grammar)
             options["lookup"] = self.options.lookup
+            options["cached_tokens"] = call.prompt[: len(call.prompt) - len(prompt)]
             options["prompt_checkpoints"] = self.prompt_cache.checkpoints(
                 self.model_provider.model_key, call.prompt, prompt, tokenizer.eos_token_ids
             )

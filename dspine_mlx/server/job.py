@@ -11,7 +11,7 @@ import mlx.core as mx
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.generate import make_caches
-from dspine_mlx.round.decode import decode_text, warn_of_misfit
+from dspine_mlx.round.decode import decode_text, look_up, warn_of_misfit
 from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.text import Checkpoints, Text, Token
 from dspine_mlx.server.call import Call, Reply
@@ -164,8 +164,8 @@ class Alone:
         self.policy = policy_for(job.settings.verify_length, drafter, self.text.sampler)
         self.policy.start_text(self.text.statistics, self.text.sampler, self.text.position)
         if lookup:
-            self.text.lookup = Lookup()
-            self.text.lookup.add(tuple(job.tokens))
+            self.text.lookup = Lookup(frozenset(self.text.stops), job.tokens)
+        look_up(self.text, self.policy)
         if job.settings.seed is not None:
             self.others = mx.array(mx.random.state[0])
             mx.random.state[0][:] = job.random_state

@@ -71,7 +71,8 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="dspine-mlx serve",
         usage="%(prog)s [--model MODEL] [--draft-model DRAFTER] [flags below and of mlx_lm.server]",
-        description="mlx_lm.server with a block drafter as its --draft-model.",
+        description="mlx_lm.server with a block drafter as its --draft-model: a folder or Hub id; "
+        "'auto' for a public one that fits; 'lookup' for none, only copies of earlier text.",
         add_help=False,
         allow_abbrev=False,
     )

@@ -21,13 +21,14 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
 from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
-from dspine_mlx.models.needs import AUTO
+from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags
 from dspine_mlx.server.options import ANY, Options
 from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target
+from dspine_mlx.target.open import check_config
 from dspine_mlx.verify_length.schedule import prepare
 
 DEFAULT = "default_model"  # mlx_lm's name for what the command line gave
@@ -168,6 +169,7 @@ class Provider(host.ModelProvider):
             check_memory(folder)
         successor = STOCK(self.cli_args)
         try:
+            check_config(config)
             successor._load(model_path, adapter_path, None)
             caches = len(make_prompt_cache(successor.model))
         except Exception as error:  # mlx_lm may raise anything on a bad checkpoint
@@ -215,6 +217,9 @@ class Provider(host.ModelProvider):
 
 def default_pair(cli_args: Namespace) -> None:
     """Use the pair that ships with the package if there is no --model."""
+    if cli_args.draft_model == LOOKUP:
+        cli_args.model = str(DEMO / "target")
+        return
     if cli_args.draft_model not in (None, AUTO):
         raise InputError(
             f"the drafter {cli_args.draft_model} needs its target; add --model with the model it "

@@ -175,7 +175,7 @@ class Target:
         several = tokens.ndim == 2
         with self.taps(ids, eager_taps):
             logits = self.model(tokens if several else tokens[None], cache=cache)
-        features = self._tapped.features([self.layers[i] for i in ids])
+        features = self._tapped.features([self.layers[i] for i in ids]) if ids else nothing(tokens)
         return logits if several else logits[0], features
 
     def states(self, tokens: mx.array, ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
@@ -184,6 +184,11 @@ class Target:
         with self.taps(ids):
             states = self.body(tokens)
         return states, self._tapped.features([self.layers[i] for i in ids])
+
+
+def nothing(tokens: mx.array) -> mx.array:
+    """Features of no layer: [1, n, 0] of tokens [n], [B, n, 0] of tokens [B, n]."""
+    return mx.zeros((tokens.shape[0] if tokens.ndim == 2 else 1, tokens.shape[-1], 0))
 
 
 class Tapped:

@@ -19,12 +19,12 @@ from dspine_mlx.metal.attention import Attended, attend
 from dspine_mlx.metal.exact_attention import attend_apart
 from dspine_mlx.target.attention_race import context_of
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.products import APART, STOCK, Product
+from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock
 from dspine_mlx.target.recurrent import rebound
-from dspine_mlx.target.verdicts import AttentionShape
+from dspine_mlx.target.verdicts import AttentionShape, Verdicts
 
 NAME = "scaled_dot_product_attention"
-Stock = Callable[..., mx.array]  # mlx-lm's function of that name
+Function = Callable[..., mx.array]  # mlx-lm's of that name
 Attend = Callable[..., mx.array]  # the same, with mlx-lm's as its first argument
 
 
@@ -56,11 +56,16 @@ class RowAttention:
         classes = [type(module) for module, _ in swaps]
         try:
             for module, cls in swaps:
-                module.__class__ = cls
+                set_class(module, cls)
             yield
         finally:
             for (module, _), cls in zip(swaps, classes, strict=True):
-                module.__class__ = cls
+                set_class(module, cls)
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Past nn.Module's own assignment, which looks for arrays and takes ten times as long."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def attending(cls: type[nn.Module]) -> dict[str, FunctionType]:
@@ -76,33 +81,38 @@ def attending(cls: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 class Chosen:
-    """Attends by the verdict for the kind of attention, its context and its rows.
-
-    products: by shape, with its context, and rows. What has no verdict is left to MLX, or in exact
-    mode attends row by row.
-    """
+    """Attends by the verdict for the kind of attention, its context and its rows. What has no
+    verdict is left to MLX, or in exact mode attends row by row."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.unsettled: Product = APART if mode == "exact" else STOCK
-        self.products: dict[tuple[AttentionShape, int], Product] = {}
+        self.products: dict[tuple[int, int], dict[AttentionShape, Product]] = {}
 
-    def __call__(self, stock: Stock, queries: mx.array, *call: Any, **named: Any) -> mx.array:
+    def settle(self, verdicts: Verdicts) -> bool:
+        """Take the verdicts on attention; whether any does other than without."""
+        self.products = {}
+        for (shape, rows), verdict in verdicts.items():
+            if isinstance(shape, AttentionShape) and verdict.product != self.unsettled:
+                of = self.products.setdefault((shape.context, rows), {})
+                of[shape._replace(context=0)] = verdict.product
+        return bool(self.products)
+
+    def __call__(self, stock: Function, queries: mx.array, *call: Any, **named: Any) -> mx.array:
         attended = Attended(*call, **named)
         product = self.product(queries, attended)
-        if product == STOCK:
+        if isinstance(product, Stock):
             return attend(queries, attended, stock)
-        if product == APART:
+        if isinstance(product, Apart):
             return attend_apart(queries, attended, stock)
         return product(queries, attended)
 
     def product(self, queries: mx.array, attended: Attended) -> Product:
         rows = queries.shape[2]
-        context = context_of(self.mode, rows, attended.length) if rows > 1 else 0
-        if not context or not self.products:
+        products = self.products.get((context_of(self.mode, rows, attended.length), rows))
+        if products is None:
             return self.unsettled
-        shape = AttentionShape.of(queries, attended)._replace(context=context)
-        product = self.products.get((shape, rows), self.unsettled)
+        product = products.get(AttentionShape.of(queries, attended), self.unsettled)
         served = product.limits(queries, attended) is None  # of this mask
         return product if served else self.unsettled
 
@@ -112,7 +122,7 @@ def shapes_of(target: Target) -> list[AttentionShape]:
     never run."""
     found: dict[AttentionShape, None] = {}
 
-    def note(stock: Stock, queries: mx.array, *call: Any, **named: Any) -> mx.array:
+    def note(stock: Function, queries: mx.array, *call: Any, **named: Any) -> mx.array:
         attended = Attended(*call, **named)
         found[AttentionShape.of(queries, attended)] = None
         return attend(queries, attended, stock)

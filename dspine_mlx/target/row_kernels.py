@@ -18,8 +18,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
+from dspine_mlx.target import checked_widths, equal_rows
 from dspine_mlx.target import verdicts as on_file
 from dspine_mlx.target.attention_race import attention_verdict, contexts
+from dspine_mlx.target.checked_widths import check_key
 from dspine_mlx.target.equal_rows import (
     blas_differs,
     differing_widths,
@@ -28,11 +30,12 @@ from dspine_mlx.target.equal_rows import (
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
-from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
+from dspine_mlx.target.row_attention import Chosen, RowAttention, set_class, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
 from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
+EXACT_SECONDS = 60.0  # in exact mode, whose check takes longer, and is due again after every race
 LINEAR = (nn.QuantizedLinear, nn.Linear)
 EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
 
@@ -103,7 +106,8 @@ class RowKernels:
         asked = {w for w in widths if 2 <= w <= MAX_ROWS}
         self.widths = sorted(asked.union(self.widths), key=lambda w: (-(w & -w), w))
         new: Verdicts = {}
-        begun, limit = self.race.clock(), SECONDS if seconds is None else seconds
+        begun, limit = self.race.clock(), EXACT_SECONDS if self.exact else SECONDS
+        limit = limit if seconds is None else seconds
         for rows in self.widths:
             for shape in self.all_shapes:
                 if (shape, rows) in self.verdicts or rows not in asked:
@@ -147,12 +151,7 @@ class RowKernels:
             for rows, swaps in self.swaps.items():
                 if products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, cls) for layer in layers]
-        self.attend.products = {
-            (shape, rows): verdict.product
-            for (shape, rows), verdict in self.verdicts.items()
-            if isinstance(shape, AttentionShape) and verdict.product != unsettled
-        }
-        if self.exact or self.attend.products:
+        if self.attend.settle(self.verdicts) or self.exact:
             for swaps in self.swaps.values():
                 swaps += self.row_attention.swaps
 
@@ -169,19 +168,31 @@ class RowKernels:
         classes = [type(layer) for layer, _ in swaps]
         try:
             for layer, cls in swaps:
-                layer.__class__ = cls
+                set_class(layer, cls)
             yield
         finally:
             for (layer, _), cls in zip(swaps, classes, strict=True):
-                layer.__class__ = cls
+                set_class(layer, cls)
 
     def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
         """In exact mode, compare verify forwards of these widths with as many one-row forwards, bit
-        for bit. A width may not be used until it has passed."""
+        for bit. A width may not be used until it has passed. Results are kept in the folder."""
         asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
-        if asked:
-            self.unequal |= unequal_widths(self.target, asked, self.verifying, depths)
-            self.checked |= asked
+        if not asked:
+            return
+        depths, key, known = depths or equal_rows.DEPTHS, {}, {}
+        if self.folder is not None:
+            products = self.key | {"products": self.digest}
+            key = check_key(self.target.model, products, depths)
+            known = checked_widths.read(self.folder, key)
+        new = asked - known.keys()
+        if new:
+            unequal = unequal_widths(self.target, new, self.verifying, depths)
+            known |= {width: unequal.get(width, "") for width in new}
+            if self.folder is not None:
+                checked_widths.write(self.folder, key, known)
+        self.unequal |= {width: known[width] for width in asked if known[width]}
+        self.checked |= asked
 
     @property
     def width_limit(self) -> float:
@@ -194,11 +205,12 @@ class RowKernels:
 
     @property
     def digest(self) -> str:
-        """Identifies what runs, for files of times that depend on it; "" if all is stock."""
+        """Identifies what runs, for files that depend on it; "" if all is stock."""
+        unsettled = APART if self.exact else STOCK
         chosen = [
             [*shape, rows, to_dict(verdict.product)]
             for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
-            if verdict.product != STOCK and not is_packed_cache(shape)
+            if verdict.product != unsettled and not is_packed_cache(shape)
         ]
         if not chosen and not self.exact:
             return ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.round.policy import Fixed, Policy
+from dspine_mlx.round.policy import Fixed, FixedCopies, Policy
 from dspine_mlx.verify_length import profile as profiling
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
@@ -105,6 +105,8 @@ def policy_for(
 ) -> Policy:
     if drafter.target.verify_kernels.width_limit < 2:
         return Fixed(0)
+    if isinstance(verify_length, int) and not drafter.config.num_proposals:
+        return FixedCopies(verify_length) if verify_length else Fixed(0)
     if isinstance(verify_length, int):
         return Fixed(min(verify_length, drafter.config.num_proposals))
     if isinstance(verify_length, str):

@@ -120,8 +120,8 @@ def call(S: int, L: int = 4, **options: Any) -> tuple[mx.array, Attended]:
 
 def test_who_serves_a_call(track: Track) -> None:
     auto, exact = Chosen("auto"), Chosen("exact")
-    auto.products = {(LONG, 4): Parts(4)}
-    exact.products = {(EXACT, 4): ExactAttention(2, 64)}
+    assert auto.settle({(LONG, 4): Verdict(Parts(4), "")})
+    assert exact.settle({(EXACT, 4): Verdict(ExactAttention(2, 64), "")})
     assert auto.product(*call(300)) == Parts(4)
     assert exact.product(*call(100)) == ExactAttention(2, 64)
     for S, options in ((255, {}), (300, {"L": 5}), (300, {"packing": (4, 32)}), (2000, {})):
@@ -138,7 +138,8 @@ def test_who_serves_a_call(track: Track) -> None:
 
 def test_a_call_is_served(track: Track) -> None:
     chosen = Chosen("auto")
-    chosen.products = {(LONG, 4): Parts(4)}
+    assert not chosen.settle({(LONG, 4): Verdict(STOCK, "")})
+    chosen.settle({(LONG, 4): Verdict(Parts(4), "")})
     q, to = call(300)
     keys, values, cache, scale, mask, sinks = to
     stock = scaled_dot_product_attention

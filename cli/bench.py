@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from dspine_mlx.cli.groups import grouped
-from dspine_mlx.cli.options import DraftOption, TargetOption
+from dspine_mlx.cli.options import DraftOption, KernelsOption, TargetOption
 from dspine_mlx.cli.output import check_new, check_plot, new_file
+from dspine_mlx.cli.ranks import leads, on_every_rank
 from dspine_mlx.errors import InputError
 
 LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
+ROWS_ALONE = "--rows times products by themselves; only --model and --json go with it"
 QUESTION = [  # for --live without --suite
     {
         "role": "user",
@@ -77,11 +79,13 @@ class Load:
             raise InputError("there are no prompts; give --suite with a name or a file")
 
 
+@on_every_rank
 @grouped
 def bench(
     load: Load,
     model: TargetOption = None,
     draft_model: DraftOption = None,
+    kernels: KernelsOption = "auto",
     compare: Annotated[
         str,
         typer.Option(
@@ -109,6 +113,16 @@ def bench(
             rich_help_panel=MEASURE,
         ),
     ] = False,
+    rows: Annotated[
+        bool,
+        typer.Option(
+            "--rows",
+            help="Time products of 1 to 16 rows instead, by MLX's own and this package's kernels: "
+            "a table to send. Goes with --model (without: typical shapes) and --json; about a "
+            "minute.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -125,7 +139,9 @@ def bench(
     texts of 32 tokens or more; tokens per round; how many texts are plain decoding's, and the first
     token that is not (and by how many nats the target prefers its own there); time to the first
     token; peak memory; how many times as fast auto is on the same text in the same turn; then where
-    a round's time goes. On a Mac, run as root, also energy.
+    a round's time goes, what rows of a verify forward cost without and with --kernels, and how many
+    drafted texts are plain decoding's: with --kernels exact all of them must be, or the exit status
+    is 1. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
     from dspine_mlx.measure.modes import AUTO, verify_length
@@ -134,6 +150,12 @@ def bench(
 
     check_new(json_file)
     check_plot(plot)
+    if rows:
+        if load != Load() or draft_model is not None or live or plot is not None:
+            raise InputError(ROWS_ALONE)
+        check_pair(model, None)
+        products(model, json_file)
+        return
     load.check(live, plot is not None)
     if repeat < 1:
         raise InputError(f"--repeat is {repeat}; it must be at least 1")
@@ -141,37 +163,57 @@ def bench(
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
     for mode in modes:
         verify_length(mode)
+    alone = rows or live or load.concurrency is not None or any("mlx-lm" in m for m in modes)
+    if alone and leads.get() is not None:
+        raise InputError("several machines are measured with plain, auto and fixed:N only")
     check_pair(model, draft_model)  # before large imports, so that it is said at once
     messages = [QUESTION]
     if load.suite is not None:
         messages = load_suite(load.suite, load.limit, lambda line: typer.echo(line, err=True))
 
+    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
+    from dspine_mlx.cli.bench_steps import verify_steps
     from dspine_mlx.cli.bench_tables import draw
     from dspine_mlx.cli.pair import chosen
 
+    check_kernels(kernels)
     settings = {
         "prompts": len(messages),
         "max_tokens": load.max_tokens,
         "temp": load.temp,
         "repeat": repeat,
+        "kernels": kernels,
     }
+    found: dict[str, Any] = {}
     names = model, chosen(model, draft_model)
     if load.concurrency is not None:
         results = [concurrent(load.concurrency, names, modes, messages, settings)]
     else:
-        pair, modes = load_pair(*names, load.temp, [AUTO] if live else modes)
+        pair, modes = load_pair(*names, load.temp, [AUTO] if live else modes, kernels)
         if live:
             results = [watch(pair, messages[0], load.max_tokens)]
         else:
             results = list(one_by_one(pair, modes, messages, positions, settings))
+            found = verify_steps(pair, results) if leads.get() is None else {}
         if plot is not None and results:
             draw(results, plot, pair.drafter)
+    write(json_file, document(settings, results) | found)
+    if found.get("promise_broken") or not any(result["ways"] for result in results):
+        raise typer.Exit(1)
+
+
+def products(model: str | None, json_file: Path | None) -> None:
+    """--rows."""
+    from dspine_mlx.cli.bench_rows import rows_of_products
+
+    write(json_file, document({"rows": True}, rows_of_products(model)))
+
+
+def write(json_file: Path | None, content: dict[str, Any]) -> None:
     if json_file is not None:
         with new_file(json_file) as part:
-            part.write_text(json.dumps(document(settings, results), indent=1) + "\n")
-    if not any(result["ways"] for result in results):
-        raise typer.Exit(1)
+            part.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import typer
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.bench_live import live
 from dspine_mlx.cli.bench_tables import show_batches, show_depth
-from dspine_mlx.cli.pair import loading, measure_costs
+from dspine_mlx.cli.pair import load_here, loading, measure_costs
+from dspine_mlx.cli.ranks import leads
 from dspine_mlx.cli.screen import tracked
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
@@ -33,6 +34,7 @@ from dspine_mlx.measure.phases import split
 from dspine_mlx.measure.prompts import Messages, encode
 from dspine_mlx.measure.server_load import Request, check_mode, compare_modes, serving
 from dspine_mlx.models.choose import hint
+from dspine_mlx.models.needs import LOOKUP
 from dspine_mlx.round.sampler import Sampler
 
 Step = TypeVar("Step")
@@ -41,22 +43,29 @@ UNMEASURED = "Interrupted before the first text was measured."
 
 
 def load_pair(
-    model: str | None, draft_model: str | None, temp: float, modes: list[str]
+    model: str | None,
+    draft_model: str | None,
+    temp: float,
+    modes: list[str],
+    kernels: str = "auto",
 ) -> tuple[Models, list[str]]:
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
     with loading(model, draft_model):
-        if model is None or draft_model is None:
-            target, tokenizer, drafter = load(model, draft_model)
+        if model is None or draft_model is None or leads.get() is not None:
+            target, tokenizer, drafter = load_here(model, draft_model, kernels=kernels)
         else:
-            read_config(resolve(draft_model))  # fail on a wrong name; a misfit is only reported
+            if draft_model != LOOKUP:  # fail on a wrong name; a misfit is only reported
+                read_config(resolve(draft_model))
             target, tokenizer, drafter = load(model)
             try:
-                drafter = load_drafter(draft_model, target)
+                drafter = load_drafter(draft_model, target, kernels=kernels)
             except InputError as error:
                 reason = str(error)
-    if drafter is not None and AUTO in modes:
+    if drafter is not None and drafter.plain:
+        modes = [PLAIN]
+    elif drafter is not None and AUTO in modes:
         measure_costs(drafter)
     if drafter is None:
         modes = [mode for mode in modes if verify_length(mode) is None]
@@ -121,12 +130,14 @@ def analyse(
     goes, energy. max_tokens 0: the user wants to stop, so these are left out."""
     rows = summaries(comparison, greedy=pair.sampler.temp == 0)
     result: dict[str, Any] = {"ways": rows, "dropped": comparison.dropped, "splits": []}
+    result["interrupted"] = not max_tokens
     if max_tokens:
         try:
             add_margins(rows, comparison, pair, prompts)
             result["splits"] = splits(comparison, pair, prompts[0], max_tokens)
             add_energy(rows, pair, prompts, max_tokens)
         except KeyboardInterrupt:
+            result["interrupted"] = True
             typer.echo("Interrupted; the rest of this depth's passes is left out.", err=True)
     return result
 
@@ -135,6 +146,8 @@ def splits(
     comparison: Comparison, pair: Models, prompt: list[int], max_tokens: int
 ) -> list[dict[str, Any]]:
     """Split a round of every mode that drafted, at the length it offered most often."""
+    if pair.drafter is None or not pair.drafter.config.num_proposals:
+        return []
     rows = []
     for mode in comparison.modes:
         offered = comparison.verify_lengths(mode)
@@ -183,11 +196,12 @@ def concurrent(
     if model is None:
         raise InputError(f"the drafter {draft_model} needs its target; give --model")
     for name in filter(None, (model, draft_model)):
-        read_config(resolve(name))  # fail here on a wrong name, not in the server
+        if name != LOOKUP:
+            read_config(resolve(name))  # fail here on a wrong name, not in the server
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         modes = [PLAIN]
-    with serving(model, draft_model, requests) as port:
+    with serving(model, draft_model, requests, settings["kernels"]) as port:
         asked = Request(port, settings["max_tokens"], settings["temp"])
         steps = compare_modes(asked, modes, messages, requests, settings["repeat"])
         measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])

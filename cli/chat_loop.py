@@ -128,7 +128,7 @@ class Chat:
             names = ("slot", "token", "chance", "")
             print_table(self.screen, names, rows)
         else:
-            self.say("no round was drafted")
+            self.say("nothing was drafted")
         if self.last is not None and self.last.statistics.verdict:
             self.say(self.last.statistics.verdict)
 

@@ -13,14 +13,16 @@ from dspine_mlx.cli.groups import grouped
 from dspine_mlx.cli.options import (
     CACHE,
     PAIR,
+    SAMPLING,
     MaxKvSizeOption,
     Pair,
     PrefillStepOption,
     Sampling,
-    SeedOption,
     parse_verify_length,
 )
 from dspine_mlx.cli.prompting import Prompting, read_prompt
+from dspine_mlx.cli.ranks import leads, on_every_rank
+from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
     from dspine_mlx.round.statistics import GenerationResponse
@@ -35,13 +37,13 @@ class Cache:
 
     max_kv_size: MaxKvSizeOption = None
     kv_bits: Annotated[
-        int | None, typer.Option(help="Quantise the cache to so many bits.", rich_help_panel=CACHE)
+        int | None, typer.Option(help="Bits to quantise the cache to.", rich_help_panel=CACHE)
     ] = None
     kv_group_size: Annotated[
         int, typer.Option(help="Group size of a quantised cache.", rich_help_panel=CACHE)
     ] = 64
     quantized_kv_start: Annotated[
-        int, typer.Option(help="Position to quantise the cache from.", rich_help_panel=CACHE)
+        int, typer.Option(help="Quantise the cache from this position on.", rich_help_panel=CACHE)
     ] = 5000
     prefill_step_size: PrefillStepOption = 2048
 
@@ -87,6 +89,7 @@ class Output:
     )
 
 
+@on_every_rank
 @grouped
 def generate(
     pair: Pair,
@@ -112,7 +115,13 @@ def generate(
             rich_help_panel=PAIR,
         ),
     ] = False,
-    seed: SeedOption = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed; the text is mlx_lm.generate's with the same seed.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     prompt_cache_file: Annotated[
         Path | None,
         typer.Option(
@@ -147,6 +156,8 @@ def generate(
         arguments.check_seed(seed)
         mx.random.seed(seed)
     saved = None
+    if prompt_cache_file is not None and leads.get() is not None:
+        raise InputError("--prompt-cache-file can't be used on several machines; leave it out")
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, pair.model, cache.kv_bits, cache.kv_group_size)
         pair = replace(pair, model=saved.model)
@@ -183,7 +194,8 @@ def present(responses: "Iterator[GenerationResponse]", output: Output, rounds: l
     from dspine_mlx.cli import summary
 
     if output.as_json:
-        typer.echo(json.dumps(summary.report(responses)))
+        group = leads.get()
+        typer.echo(json.dumps(summary.report(responses, 1 if group is None else group.size)))
         return
     last, interrupted = summary.show(responses, output.show_accepted)
     if rounds:

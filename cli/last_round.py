@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.round.lookup import CopyChances
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
@@ -38,11 +38,14 @@ class LastRound:
     def copies(self) -> CopyChances | None:
         return self.policy.copies
 
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        length = self.policy.copied_length(copy, draft, limit, depth)
-        if length:
-            self.draft = copy
-        return length
+    def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        return self.policy.copy_pays(copy, depth, running)
+
+    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        return self.policy.splice(draft, lookup, limit, depth)
+
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        return self.policy.extend(draft, lookup, limit, depth)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         self.draft = draft
@@ -73,8 +76,9 @@ class LastRound:
             return []
         tokens = self.draft.tokens.tolist()
         chances = [""] * len(tokens)
-        if self.draft.copied is not None:
-            chances = [f"{c:.0%}, copied" for c in self.draft.copied]
+        if self.draft.copied is not None and self.copies is not None:
+            copied = [f"{c:.0%}, copied" for c in self.copies.of(self.draft.copied)]
+            chances = [""] * self.draft.copied.after + copied
         elif self.draft.evidence is not None:
             chances = [f"{chance(x):.0%}" for x in self.draft.evidence.log_odds()]
         return [

@@ -18,8 +18,8 @@ def models(
 ) -> None:
     """List public drafters, or those that fit a model, with what is known of them.
 
-    Reads nothing but files of this machine. Your own entries go into
-    ~/.config/dspine-mlx/drafters.json, in the form of dspine_mlx/models/drafters.json.
+    Reads only files on this machine. Your own entries go into
+    ~/.config/dspine-mlx/drafters.json, in the format of dspine_mlx/models/drafters.json.
     """
     from dspine_mlx.models.registry import PAIR, fitting, registry
 

@@ -23,7 +23,8 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft-model",
-        help="Drafter: a folder or Hub id of a checkpoint, or 'auto' for a public one that fits.",
+        help="Drafter: a folder or Hub id of a checkpoint; 'auto' for a public one that fits; "
+        "'lookup' for none, only copies of earlier text.",
         rich_help_panel=PAIR,
     ),
 ]
@@ -36,9 +37,6 @@ TemplateOption = Annotated[
         help="Arguments of the chat template, a JSON object.",
     ),
 ]
-SeedOption = Annotated[
-    int | None, typer.Option(help="Random seed; draws are mlx-lm's.", rich_help_panel=SAMPLING)
-]
 MaxKvSizeOption = Annotated[
     int | None,
     typer.Option(
@@ -46,7 +44,15 @@ MaxKvSizeOption = Annotated[
     ),
 ]
 PrefillStepOption = Annotated[
-    int, typer.Option(help="Prompt tokens per forward.", rich_help_panel=CACHE)
+    int, typer.Option(help="Prompt tokens per forward pass.", rich_help_panel=CACHE)
+]
+KernelsOption = Annotated[
+    str,
+    typer.Option(
+        help="'auto': the package's kernels where they win; 'exact': verify only with plain "
+        "decoding's bits, as checked here; 'off': plain MLX.",
+        rich_help_panel=PAIR,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
@@ -78,14 +84,7 @@ class Pair:
             rich_help_panel=PAIR,
         ),
     ] = None
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="'auto': the package's kernels where they win; 'exact': verify only with plain "
-            "decoding's bits, as checked here; 'off': plain MLX.",
-            rich_help_panel=PAIR,
-        ),
-    ] = "auto"
+    kernels: KernelsOption = "auto"
     no_lookup: Annotated[
         bool,
         typer.Option(
@@ -125,7 +124,7 @@ class Sampling:
         ),
     ] = 0.0
     min_tokens_to_keep: Annotated[
-        int, typer.Option(help="Tokens min-p keeps at least.", rich_help_panel=SAMPLING)
+        int, typer.Option(help="Tokens that min-p always keeps.", rich_help_panel=SAMPLING)
     ] = 1
     top_k: Annotated[
         int,

@@ -43,12 +43,14 @@ class About(NamedTuple):
 
 
 @contextmanager
-def panels(path: Path, count: int, about: About | None = None) -> "Iterator[list[Axes]]":
+def panels(
+    path: Path, count: int, about: About | None = None, dpi: int = 120
+) -> "Iterator[list[Axes]]":
     """Axes side by side, written to a new PNG with a line about what was measured below them."""
     from matplotlib.figure import Figure
 
     width, height = PANEL
-    figure = Figure(figsize=(width * count, height), dpi=100, layout="constrained")
+    figure = Figure(figsize=(width * count, height), dpi=dpi, layout="constrained")
     yield list(figure.subplots(1, count, squeeze=False)[0])
     if about is not None:
         figure.supxlabel(str(about), fontsize="x-small", color="0.4")

@@ -11,7 +11,7 @@ import mlx_lm.utils
 from huggingface_hub import HfApi
 
 from dspine_mlx.checkpoints.detect import OURS, SCHEMA
-from dspine_mlx.checkpoints.files import read_json
+from dspine_mlx.checkpoints.files import read_config, read_json
 from dspine_mlx.checkpoints.open import Checkpoint, open_checkpoint
 from dspine_mlx.convert.calibration import Calibration, read_calibration
 from dspine_mlx.convert.card import model_card
@@ -27,7 +27,7 @@ from dspine_mlx.drafters.transfer_space import (
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_target, resolve
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.open import opening
+from dspine_mlx.target.open import check_config, opening
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -138,6 +138,7 @@ def source_folder(path: str | Path, revision: str | None) -> Path:
 def load_target(path: str | Path) -> Target:
     folder = resolve(path)
     with opening(str(path)):
+        check_config(read_config(folder))
         return Target(mlx_lm.utils.load_model(folder, lazy=True)[0])
 
 

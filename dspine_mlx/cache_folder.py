@@ -24,6 +24,14 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
 
 
+def present(path: Path) -> bool:
+    """Whether there is such a file, as far as this user can see."""
+    try:
+        return path.is_file()
+    except OSError:  # no permission, or a home whose name is too long
+        return False
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON object of a file, to be taken apart in the block; `InputError` for whatever goes

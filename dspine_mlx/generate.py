@@ -90,7 +90,7 @@ def make_caches(
 
 
 def check_length(given: Any, model: nn.Module) -> int:
-    """Require a list with an entry for each of the model's caches, and return how many these are."""
+    """Require a list with an entry for each of the model's caches; returns their number."""
     count = len(make_prompt_cache(model))
     if not isinstance(given, list):
         raise InputError(f"prompt_cache is a {type(given).__name__}; it must be a list")
@@ -168,6 +168,7 @@ def stream_generate(
     verify_length: int | str | Policy = "auto",
     draft_filter: DraftFilter | None = None,
     lookup: bool = True,
+    cached_tokens: list[int] | None = None,
     draft_model: Drafter | None = None,
     num_draft_tokens: int | None = None,
     max_kv_size: int | None = None,
@@ -198,7 +199,8 @@ def stream_generate(
         draft_filter: called with the tokens so far and a draft, returns how many drafted tokens
             are worth verifying; for a logits processor that forbids tokens, such as a grammar.
         lookup: if verify_length is "auto", offer what followed the newest tokens earlier in the
-            prompt or text, in rounds where that is worth more than the draft.
+            prompt or text, in rounds where that is worth more than the draft or plain tokens.
+        cached_tokens: the tokens that prompt_cache holds already; copies come from them, too.
         draft_model, num_draft_tokens: mlx-lm's names for drafter and a fixed verify_length.
 
     logits_processors are called for every row of a block, with the tokens before the row. They must
@@ -230,6 +232,7 @@ def stream_generate(
     quantization.check_model(model, max_kv_size)
     checkpoints = {} if prompt_checkpoints is None else prompt_checkpoints
     check_checkpoints(prompt, checkpoints)
+    cached = prompt_ids(cached_tokens, vocabulary).tolist() if cached_tokens else []
     if drafter is None:
         if prompt_cache is not None:
             check_length(prompt_cache, model)
@@ -250,6 +253,7 @@ def stream_generate(
             prompt_progress_callback=speed.progress,
         )
     else:
+        stops = frozenset(tokenizer.eos_token_ids)
         if kv_bits is not None:
             drafter.target.verify_kernels.expect_caches(kv_bits, kv_group_size)
         text = partial(
@@ -259,10 +263,10 @@ def stream_generate(
             sampler,
             processors,
             quantization,
-            frozenset(tokenizer.eos_token_ids),
+            stops,
             statistics,
             draft_filter,
-            Lookup() if lookup else None,
+            Lookup(stops, cached) if lookup else None,
             prompt_cache is not None,
         )
         tokens = decode(

@@ -21,6 +21,7 @@ from dspine_mlx.checkpoints.rope import assumed_rope_theta, states_rope_theta
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.lookup_only import LookupOnly
 from dspine_mlx.drafters.transfer_space import CODES, SPACE, rebuilt_codes
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
@@ -33,7 +34,8 @@ from dspine_mlx.models.hub import (
     not_downloaded,
     online,
 )
-from dspine_mlx.models.needs import AUTO
+from dspine_mlx.models.needs import AUTO, LOOKUP
+from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 from dspine_mlx.target.row_kernels import prepare
@@ -57,17 +59,20 @@ def load(
     """Load a target, its tokenizer, and a drafter bound to the target.
 
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
-    comes without a drafter (None). draft "auto": the registry's first drafter for this model.
+    comes without a drafter (None). draft "auto": the registry's first drafter for this model;
+    "lookup": no network, only copies of text that repeats itself, for any model.
     kernels, draft_quant: see `load_drafter`. options go to mlx_lm.load (tokenizer_config,
     adapter_path ...).
     """
     if model is None and draft in (None, AUTO):
         model, draft = DEMO / "target", DEMO / "drafter"
+    if model is None and draft == LOOKUP:
+        model = DEMO / "target"
     if model is None:
         raise InputError(f"the drafter {draft} needs its target; name the model it was trained for")
     if draft == AUTO:
         draft, draft_revision, _ = choose(str(model))
-    if draft is not None:  # before the target's weights, which may take a minute
+    if draft not in (None, LOOKUP):  # before the target's weights, which may take a minute
         if folder_of(draft) is None or folder_of(model) is None:
             check_configs(model, draft, draft_revision)
         read_config(resolve(draft, draft_revision))
@@ -86,7 +91,7 @@ def load(
 
 def load_drafter(
     path: str | Path,
-    model: nn.Module,
+    model: nn.Module | Target,
     *,
     revision: str | None = None,
     kernels: str = "auto",
@@ -105,25 +110,37 @@ def load_drafter(
     draft_quant: 4 or 8: pack the drafter's large matrices to that many bits; None: leave them as
     they come.
     """
-    check_model(model)
+    if not isinstance(model, Target):
+        check_model(model)
     check_draft_quant(draft_quant)
     check_kernels(kernels)
+    if path == LOOKUP:
+        return lookup_drafter(model, kernels)
     chosen = Kernels("off" if kernels == "off" else "auto")
-    folder, target = resolve(path, revision), Target(model)
+    folder = resolve(path, revision)
+    target = model if isinstance(model, Target) else Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
     if not states_rope_theta(checkpoint.raw):
         log.warning("%s: %s", path, assumed_rope_theta(checkpoint.config.rope_theta))
-    settle_verify_kernels(target, kernels, checkpoint.config.num_proposals)
+    settle_verify_kernels(target, kernels, max(checkpoint.config.num_proposals, COPIED))
     drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
     drafter.folder = folder
     return drafter
 
 
-def settle_verify_kernels(target: Target, mode: str, proposals: int) -> None:
+def lookup_drafter(model: nn.Module | Target, kernels: str = "auto") -> Drafter:
+    """A drafter without a network, whose rounds offer only copies of earlier text."""
+    target = model if isinstance(model, Target) else Target(model)
+    settle_verify_kernels(target, kernels, COPIED)
+    return Drafter(LookupOnly(), target, target)
+
+
+def settle_verify_kernels(target: Target, mode: str, offered: int) -> None:
     """Choose the kernels that multiply the rows of this target's verify forwards."""
+    target.ranks.share(do="kernels", mode=mode, proposals=offered)
     with same_random_state():
-        found = prepare(target, mode, range(2, proposals + 2), store.cache_folder())
+        found = prepare(target, mode, range(2, offered + 2), store.cache_folder())
     target.verify_kernels = found
     if found.width_limit < 2:
         log.warning(found.promise())

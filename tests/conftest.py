@@ -88,7 +88,7 @@ def flat_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No measuring and no files in the user's cache: rows that cost nothing, so "auto" drafts."""
 
     def flat(drafter: Drafter) -> Curve:
-        rows = (1e-3,) * (drafter.config.num_proposals + 1)
+        rows = (1e-3,) * (drafter.most_offered + 1)
         return Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), (rows, rows))
 
     monkeypatch.setattr(profile, "measure", flat)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_context, load_drafter
 from dspine_mlx.target import row_kernels
+from dspine_mlx.target.race import Machine, Race
+from dspine_mlx.verify_length import profile
+from dspine_mlx.verify_length.costs import Curve
+from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.store import costs_path
+from tests.support.cache import cache_folder
+from tests.support.metal_device import without_metal
+from tests.support.racing import M2, Track
 from tests.support.tiny import drafter_config, random_prompt, tiny_dspine, tiny_target
 
 GATES = ("receiver_gate", "predecessor_gate", "message")  # as the module stacks them
@@ -229,12 +239,72 @@ def test_kernels_are_settled_when_a_drafter_is_loaded(
     state = mx.array(mx.random.state[0])
     exact = load_drafter(folder, model, kernels="exact")
     assert mx.array_equal(mx.random.state[0], state)
-    widths = exact.config.num_proposals + 1
+    widths = exact.most_offered + 1
     assert exact.target.verify_kernels.width_limit == widths
     assert f"up to {widths} rows, as checked" in exact.target.verify_kernels.promise()
     assert load_drafter(folder, model, kernels="off").target.verify_kernels.width_limit > 99
     with pytest.raises(InputError, match="kernels is 'fast'; it must be one of auto, exact, off"):
         load_drafter(folder, model, kernels="fast")
+
+
+def test_the_second_exact_load_runs_no_forward(
+    folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts and the check are on file; another target's are not taken for this one's."""
+    first = load_drafter(folder, model, kernels="exact").target.verify_kernels
+    kinds: list[str] = []
+    race, check = Race.verdict, row_kernels.unequal_widths
+
+    def verdict(*args: Any) -> Any:
+        kinds.append("race")
+        return race(*args)
+
+    def unequal_widths(*args: Any) -> Any:
+        kinds.append("check")
+        return check(*args)
+
+    monkeypatch.setattr(Race, "verdict", verdict)
+    monkeypatch.setattr(row_kernels, "unequal_widths", unequal_widths)
+    second = load_drafter(folder, model, kernels="exact").target.verify_kernels
+    assert kinds == []
+    assert second.promise() == first.promise()
+    assert second.digest == first.digest
+    load_drafter(folder, tiny_target(seed=1), kernels="exact")
+    assert kinds == ["check"]
+
+
+@without_metal
+def test_costs_are_measured_with_the_kernels_that_won(
+    folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the race, and kept under what won it: another file than without kernels."""
+    track = Track(monkeypatch)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: M2))
+    monkeypatch.setattr(row_kernels, "Race", partial(Race, clock=track))
+    monkeypatch.setattr(row_kernels, "SECONDS", 1e9)
+    measure, digests = profile.measure, []
+
+    def measured(drafter: Drafter) -> Curve:
+        digests.append(drafter.target.verify_kernels.digest)
+        return measure(drafter)
+
+    monkeypatch.setattr(profile, "measure", measured)
+    keys = {}
+    for mode in ("auto", "off"):
+        drafter = load_drafter(folder, model, kernels=mode)
+        prepare(drafter)
+        keys[mode] = json.loads(costs_path(drafter).read_text())["key"]
+    assert len(digests) == 2
+    assert digests[0] == keys["auto"]["kernels"] != ""
+    assert digests[1] == ""
+    assert keys["off"] == {name: value for name, value in keys["auto"].items() if name != "kernels"}
+    for kernel in (track.tile, track.exact):
+        kernel.seconds = lambda _: 2.0
+    track.parts.seconds = 2.0
+    for file in cache_folder().glob("kernels-*.json"):
+        file.unlink()
+    slow = load_drafter(folder, model)  # the race went otherwise: the plain curve holds
+    assert costs_path(slow) == costs_path(load_drafter(folder, model, kernels="off"))
 
 
 def test_a_target_none_of_whose_widths_are_exact_decodes_plainly(

@@ -27,7 +27,7 @@ class Ahead(NamedTuple):
     logprobs: list[mx.array]  # [V] of each text
     features: mx.array  # [B, 1, m*d]
     keys: list[mx.array | None]  # random states of the texts before it
-    started: float  # the clock's reading
+    started: float  # the clock's reading when it began
 
     def keep(self, texts: list[int]) -> "Ahead":
         at = mx.array(texts)

@@ -152,7 +152,10 @@ class BatchCosts:
         return Steps(forwards.plain(depth), draft, verify)
 
     def plain_known(self, texts: int) -> bool:
-        """Whether a plain step of about so many texts was timed."""
+        """Whether plain steps of about so many texts were timed, or all that is known is
+        measured."""
+        if self.known[-1].texts > 1:
+            return True
         timed = (n for n, costs in self.forwards.items() if costs.seen["plain"])
         return any(n <= 2 * texts <= 4 * n for n in timed)
 

@@ -61,10 +61,11 @@ def batch_generate(
     batch.return_caches, started = return_prompt_caches, time.perf_counter()
     tokens = [list[int]() for _ in prompts]
     logprobs = [list[float]() for _ in prompts]
-    for index, response in batch.responses():
-        if response.finish_reason != "stop":
-            tokens[index].append(response.token)
-            logprobs[index].append(response.logprobs[response.token].item())
+    for index, (token, row, _) in batch.tokens():
+        if token not in batch.tokenizer.eos_token_ids:
+            tokens[index].append(token)
+            if return_logprobs:
+                logprobs[index].append(row[token].item())
     stats = batch.stats(sum(map(len, tokens)), time.perf_counter() - started)
     if verbose:
         print(

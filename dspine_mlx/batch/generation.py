@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -47,6 +47,7 @@ from dspine_mlx.round.user_code import user_processors, user_sampler
 
 Prompts = list[str] | list[list[int]] | list[mx.array]
 Response = tuple[int, GenerationResponse]  # a prompt's index, and its next token
+T = TypeVar("T")
 
 
 @dataclass
@@ -142,38 +143,54 @@ class Generation:
         return cls(bound, tokenizer, entries, *limits, stream)
 
     def responses(self) -> Generator[Response, None, None]:
+        alone = self.refusal() is not None
+        return self.guarded(self.one_by_one() if alone else self.together())
+
+    def tokens(self) -> Generator[tuple[int, Token], None, None]:
+        """A prompt's index and its next token, which nobody reads as text yet."""
+        if self.refusal() is None:
+            return self.guarded(self.indexed())
+        pairs = self.guarded(self.one_by_one())
+        return ((i, (r.token, r.logprobs, r.from_draft)) for i, r in pairs)
+
+    def guarded(self, answers: Generator[T, None, None]) -> Generator[T, None, None]:
+        """The answers, with the models' memory wired while they are made."""
         model = self.drafter.target.model
-        with wired_limit([model, self.drafter.network], [self.stream]):
-            together = self.refusal() is None
-            answers = self.together() if together else self.one_by_one()
-            with closing(answers):
-                yield from answers
+        with wired_limit([model, self.drafter.network], [self.stream]), closing(answers):
+            yield from answers
 
     def refusal(self) -> str | None:
         """Why the texts are decoded one after another; None if they are not."""
         model, network = self.drafter.target.model, self.drafter.network
+        if not self.drafter.config.num_proposals:
+            return "copies are looked up for one text at a time"
         if not method_of(network).several_texts:
             return f"{type(network).__name__} drafters propose for one text at a time"
         if math.isfinite(self.drafter.target.verify_kernels.width_limit):
             return "kernels in exact mode were checked for one text at a time"
         return refusal(model, make_prompt_cache(model, self.max_kv_size))
 
-    def together(self) -> Generator[Response, None, None]:
+    def indexed(self) -> Generator[tuple[int, Token], None, None]:
         policy = batch_policy(self.verify_length, self.drafter)
         decoding = Decoding(self.drafter, policy, self.most, self.stream, self.work)
         requests = [self.request(entry) for entry in self.entries]
-        tokens = [deque[Token]() for _ in requests]
+        places = {request: index for index, request in enumerate(requests)}
+        with closing(decoding.run(requests)) as run:
+            for request, token in run:
+                index = places[request]
+                self.entries[index].caches = request.caches or []
+                yield index, token
+
+    def together(self) -> Generator[Response, None, None]:
+        tokens = [deque[Token]() for _ in self.entries]
         streams = [
             to_responses(popped(queue), self.tokenizer, entry.prompt.size, *own)
             for queue, entry in zip(tokens, self.entries, strict=True)
             for own in [(entry.max_tokens, entry.statistics, entry.speed)]
         ]
-        places = {request: index for index, request in enumerate(requests)}
-        with closing(decoding.run(requests)) as run:
-            for request, token in run:
-                index = places[request]
+        with closing(self.indexed()) as run:
+            for index, token in run:
                 tokens[index].append(token)
-                self.entries[index].caches = request.caches or []
                 yield index, next(streams[index])
 
     def request(self, entry: Entry) -> Request:

@@ -19,8 +19,9 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One step: a token for each text."""
     texts, waiting, overlapped = list(batch.texts), time.perf_counter(), batch.ahead is not None
     this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
-    for text, token in zip(texts, mx.split(this.fed, len(texts)), strict=True):
-        text.take_rows(token)
+    for i, text in enumerate(texts):
+        if text.has_history:
+            text.take_rows(this.fed[i : i + 1])
     batch.features = this.features
     batch.accept([1] * len(texts))
     if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
@@ -31,6 +32,8 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     ]
     now = time.perf_counter()
     seconds = now - this.started
+    if batch.ahead is not None:
+        batch.ahead = batch.ahead._replace(started=now)  # the device begins with it only now
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
     timed = overlapped and now - waiting > 0.5 * seconds
     policy.plain_step(texts, seconds if timed else None, batch.depth)
@@ -49,17 +52,11 @@ def step(batch: Batch, fed: mx.array) -> Ahead:
     keys = [text.key for text in texts]
     logits = batch.feed(fed[:, None])
     logprobs = normalised(logits[:, 0])
-    best = mx.argmax(logprobs, axis=-1)
-    tokens, rows = [], []
+    following, rows = mx.argmax(logprobs, axis=-1).astype(mx.int64), list(logprobs)
     for i, text in enumerate(texts):
-        if text.plainly_greedy:
-            tokens.append(best[i : i + 1])
-            rows.append(logprobs[i])
-        else:
-            token, row = sampled(text, fed[i : i + 1], logits[i])
-            tokens.append(token)
-            rows.append(row)
-    following = mx.concatenate([token.astype(mx.int64) for token in tokens])
+        if not text.plainly_greedy:
+            token, rows[i] = sampled(text, fed[i : i + 1], logits[i])
+            following[i : i + 1] = token.astype(mx.int64)
     mx.async_eval(following, rows)
     return Ahead(fed, following, rows, batch.features, keys, started)
 

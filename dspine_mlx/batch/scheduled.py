@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from statistics import median
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,9 +22,9 @@ from dspine_mlx.verify_length.calibration import mode_of, uncalibrated
 from dspine_mlx.verify_length.chances import Chances
 from dspine_mlx.verify_length.schedule import Schedule, prepare
 
-CHECK = 3  # plain steps that are timed before texts are drafted for in a new number
-FLOOR = 0.85  # speed of plain decoding that rounds leave every text, at least
-CREDIT, CAP = 1.0, 4.0  # tokens that a text may be behind that, at first and at most
+SPAN = 4  # plain steps timed together: one of them alone may be early or late
+FLOOR = 0.88  # speed of plain decoding that rounds leave every text, at least
+CREDIT, CAP = 0.0, 4.0  # tokens that a text may be behind that, at first and at most
 AGAIN = 8  # plain steps after which the next round is planned anew
 HOPE = 1.1  # gain that perfect drafts must reach for probes to be made
 
@@ -71,6 +72,8 @@ class Scheduled:
         self.average = dict[str, Average]()  # by mode
         self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
         self.check = 0  # plain steps left to be timed
+        self.times = list[float]()  # of plain steps of as many texts
+        self.started = False  # whether the next plain step may be running
         self.plan: Plan | None = None  # of the next round; None: to be made
         self.since = 0  # plain steps since it was made
         self.gain = 1.0  # of the plan, over plain decoding
@@ -89,8 +92,9 @@ class Scheduled:
         self.plan = None
         draft = self.costs.draft(texts, self.least, depth)
         self.budget.start_text(draft / self.costs.plain(texts, depth))
-        if not self.costs.plain_known(texts):
-            self.check = CHECK
+        self.times.clear()
+        self.started = False
+        self.check = 0 if self.costs.plain_known(texts) else 1 + SPAN
 
     def probe(self, texts: list[BatchText], depth: int) -> tuple[int, float]:
         """A wider block than planned, as chances may have improved, and the plain steps that its
@@ -111,6 +115,9 @@ class Scheduled:
         return np.stack([p.within(n) for p, n in zip(own, limits, strict=True)])
 
     def plainly(self, texts: list[BatchText], depth: int) -> bool:
+        if self.started:  # a plain step runs already: drafting now would waste it
+            self.started = self.probing = False
+            return True
         self.probing = not self.check and self.probe_due(texts, depth)
         if self.probing:
             self.wider = self.probe(texts, depth)[0]
@@ -118,8 +125,11 @@ class Scheduled:
 
     def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
         if self.check:
-            return self.check > 1
-        return not (self.probe_due(texts, depth) or self.drafts(texts, depth, 1 - FLOOR))
+            self.started = self.check > 1
+        else:
+            drafts = self.probe_due(texts, depth) or self.drafts(texts, depth, 1 - FLOOR)
+            self.started = not drafts
+        return self.started
 
     def probe_due(self, texts: list[BatchText], depth: int) -> bool:
         self.planned(texts, depth)
@@ -162,7 +172,7 @@ class Scheduled:
         survival = []
         for text, draft in zip(texts, drafts, strict=True):
             if self.probing:
-                text.chances.forget_half()
+                (text.chances.forget_half if self.budget.spent else text.chances.doubt)()
             evidence = draft.greedy_path or draft.evidence
             assert evidence is not None
             odds = text.chances.calibration.block_log_odds(evidence.log_odds())
@@ -213,8 +223,13 @@ class Scheduled:
             self.budget.round_over(gain)
 
     def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None:
+        if self.plan is None or len(self.plan.tokens) != len(texts):
+            self.times.clear()
         if seconds is not None:
-            self.costs.learn_plain(len(texts), seconds, depth)
+            self.times.append(seconds)
+        if len(self.times) == SPAN or (self.check == 1 and self.times):
+            self.costs.learn_plain(len(texts), median(self.times), depth)
+            self.times.clear()
         for text in texts:
             self.records[text].plain += 1
             self.records[text].advance(1, 1.0)

@@ -76,9 +76,14 @@ class BatchText:
         self.text.fed = fed
         return TargetLogits(self.text.processed(logits))
 
+    @property
+    def has_history(self) -> bool:
+        """Whether somebody reads the tokens that were fed."""
+        return bool(self.text.processors or self.text.draft_filter)
+
     def take_rows(self, fed: mx.array) -> None:
         """Tokens fed [n] are the text's: it has their rows now."""
-        if self.text.processors or self.text.draft_filter:
+        if self.has_history:
             self.text.history = mx.concatenate([self.text.history, fed])
 
     def go_on(self, block: list[Token]) -> list[Token]:

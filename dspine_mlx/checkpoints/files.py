@@ -183,16 +183,19 @@ def inside(folder: Path, name: str) -> Path:
 
 def read_header(file: Path) -> Tensors:
     """List a safetensors file's tensors after checking its header against its exact size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(size - 8, MAX_HEADER):
-            raise InputError(
-                f"{file} has {size} bytes and announces a header of {length}; it is truncated or "
-                "no safetensors file"
-            )
-        raw = stream.read(length)
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > min(size - 8, MAX_HEADER):
+                raise InputError(
+                    f"{file} has {size} bytes and announces a header of {length}; it is truncated "
+                    "or no safetensors file"
+                )
+            raw = stream.read(length)
+    except OSError as error:
+        raise InputError(f"{file} can't be read: {error.strerror}") from error
     header = parse_json(raw, f"the header of {file}")
     if not isinstance(header, dict):
         raise InputError(f"{file} has a header that is no JSON object")

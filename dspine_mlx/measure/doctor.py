@@ -4,18 +4,28 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
+from dspine_mlx.group.channel import HEAD, ROOM
 from dspine_mlx.load import load
+from dspine_mlx.measure.kernels_on_file import (
+    check_in_words,
+    checks_on_file,
+    races_on_file,
+    shapes_in_words,
+)
 from dspine_mlx.server.compatibility import check_host
+from dspine_mlx.target.products import STOCK
 from dspine_mlx.verify_length import store
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.costs import Curve
@@ -23,6 +33,8 @@ from dspine_mlx.verify_length.on_file import calibrations_on_file, costs_on_file
 from dspine_mlx.verify_length.store import load_calibrations
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+BACKENDS = ("jaccl", "ring", "mpi", "nccl")  # of mlx.distributed
+ROUND_TRIPS = 50
 BANDWIDTH = {  # GB/s as Apple publishes them; the larger where a name has two
     "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
     "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
@@ -58,7 +70,9 @@ def examine() -> Iterator[Finding]:
     yield from packages()
     yield from incompatibilities()
     yield from device()
+    yield from group()
     yield from pair()
+    yield from verify_rows()
     yield from on_file()
     yield hub_cache()
 
@@ -69,7 +83,7 @@ def packages() -> Iterator[Finding]:
     for name, use in (("llguidance", "structured output"), ("matplotlib", "plots")):
         installed = installed_version(name)
         if installed is None:
-            yield Finding(name, NOTE, f"not installed; {use} needs it", f"pip install {name}")
+            yield Finding(name, NOTE, f"not installed; needed for {use}", f"pip install {name}")
         else:
             yield Finding(name, OK, installed)
 
@@ -124,18 +138,35 @@ def device() -> Iterator[Finding]:
     yield from limits_of(chip)
 
 
+def group() -> Iterator[Finding]:
+    """The machines that mlx.launch has started this on, or what could connect some."""
+    ranks = mx.distributed.init()
+    backends = [b for b in BACKENDS if mx.distributed.is_available(b)]
+    if ranks.size() < 2:
+        able = ", ".join(backends) or "none"
+        yield Finding("group", OK, f"one process; backends for several machines: {able}")
+        return
+    seconds = [round_trip(ranks) for _ in range(ROUND_TRIPS)]
+    detail = (
+        f"{ranks.size()} ranks on {' or '.join(backends)}; a message to all takes "
+        f"{1e6 * median(seconds):.0f} us (median of {ROUND_TRIPS})"
+    )
+    yield Finding("group", OK, detail, "its network has no authentication: keep it private")
+
+
+def round_trip(ranks: mx.distributed.Group) -> float:
+    """Seconds of one message, as before each forward."""
+    message = mx.zeros((HEAD + ROOM,), mx.int32)
+    begun = time.perf_counter()
+    mx.eval(mx.distributed.all_sum(message, group=ranks))
+    return time.perf_counter() - begun
+
+
 def limits_of(chip: str) -> Iterator[Finding]:
     generation = chip.split()[0]
     if generation in OLD:
         advice = "convert target and drafter with --dtype float16"
         yield Finding("bfloat16", NOTE, f"the {chip} emulates it", advice)
-        yield Finding(
-            "verify rows",
-            NOTE,
-            f"on the {chip} every further row of a quantised target costs nearly as much as the "
-            "first, so drafting gains little or nothing; it parks by itself",
-            "dspine-mlx bench tells",
-        )
     system = tuple(int(part) for part in platform.mac_ver()[0].split(".") if part)
     if generation == "M5" and system and system < (26, 2):
         detail = f"macOS {platform.mac_ver()[0]} does not let MLX use the {chip}'s"
@@ -154,14 +185,38 @@ def pair() -> Iterator[Finding]:
     assert drafter is not None
     modes = load_calibrations(drafter)
     yield Finding("shipped pair", OK, f"generates ({len(tokens)} tokens); {in_words(modes)}")
-    for sentence in drafter.target.verify_kernels.explain():
-        yield Finding("verify rows", OK, sentence)
+    yield Finding("verify rows", OK, drafter.target.verify_kernels.promise())
     if not drafter.kernels.active:
         yield Finding("kernels", NOTE, "off without Metal; plain MLX operations run")
         return
     for check in drafter.kernels.checks.values():
         status, advice = (OK, "") if check.runs else (NOTE, "plain MLX operations run instead")
         yield Finding(f"kernel {check.kernel}", status, f"{check.shapes}: {check.reason}", advice)
+
+
+def verify_rows() -> Iterator[Finding]:
+    """What races found for every shape of the targets loaded here, and what remains slow."""
+    helped = False
+    for race in races_on_file():
+        if race.problem:
+            advice = f"delete {race.name}; races are run again when needed"
+            yield Finding("kernel race", NOTE, f"{race.problem}; not used", advice)
+            continue
+        helped |= any(verdict.product != STOCK for verdict in race.verdicts.values())
+        for found, slow in shapes_in_words(race.verdicts):
+            yield Finding(f"rows, {race.mode}", NOTE if slow else OK, found, slow)
+    for check in checks_on_file():
+        yield Finding("exact check", OK, check_in_words(check))
+    chip = str(mx.device_info()["device_name"]).removeprefix("Apple ")
+    if mx.metal.is_available() and chip.split()[0] in OLD and not helped:
+        yield Finding(
+            "verify rows",
+            NOTE,
+            f"on the {chip} every further row of a quantised target costs nearly as much as the "
+            "first with MLX's products, and no kernel has been found faster here yet; where "
+            "drafting does not pay, it parks by itself",
+            "load a target, and look again; dspine-mlx bench --rows tells most",
+        )
 
 
 def on_file() -> Iterator[Finding]:

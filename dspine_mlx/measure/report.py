@@ -21,6 +21,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, resolve
 from dspine_mlx.measure.compare import Models, add_margins, compare, summaries
 from dspine_mlx.measure.doctor import Finding, examine
+from dspine_mlx.measure.kernels_on_file import checks_on_file, races_on_file
 from dspine_mlx.measure.phases import split
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.verify_length.on_file import calibrations_on_file, costs_on_file
@@ -51,16 +52,18 @@ WORD = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 def bundle(
     model: str | Path | None = None, draft_model: str | Path | None = None, bench: bool = False
 ) -> dict[str, Any]:
-    """Gather facts about machine, packages and pair, the costs and calibrations on file, and with
-    `bench` a short measurement. Without models, the pair is the one that ships."""
+    """Gather facts about machine, packages and pair, what is on file (costs, calibrations, races of
+    kernels, checks of exact mode), and with `bench` a short measurement. Without models, the pair
+    is the one that ships."""
     if model is None and draft_model is None:
         model, draft_model = DEMO / "target", DEMO / "drafter"
     if model is None or draft_model is None:
         raise InputError("a report is about a pair; give both --model and --draft-model, or none")
     about = {"target": facts(resolve(model)), "drafter": facts(resolve(draft_model))}
-    pair = loaded(model, draft_model)
+    pair, rows = loaded(model, draft_model), None
     if pair is not None and pair.drafter is not None:
         prepare(pair.drafter)  # measures its costs, if they are not on file
+        rows = pair.drafter.target.verify_kernels.report()
         about["target"]["structure"] = structure(pair.model)
         about["drafter"]["structure"] = structure(pair.drafter.network)
     return {
@@ -76,6 +79,9 @@ def bundle(
         "versions": {name: version(name) for name in ("dspine-mlx", "mlx", "mlx-lm")},
         "findings": [shown(finding) for finding in examine()],
         "pair": about | {"loads": pair is not None},
+        "verify_kernels": rows,
+        "races": [race.as_dict() for race in races_on_file()],
+        "exact_checks": list(checks_on_file()),
         "costs": [asdict(entry) for entry in costs_on_file()],
         "calibrations": [asdict(entry) for entry in calibrations_on_file()],
         "bench": measure(pair) if bench and pair is not None else None,

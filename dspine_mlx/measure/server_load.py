@@ -177,14 +177,20 @@ def ask(asked: Request, mode: str, messages: Messages) -> Reply:
 
 
 @contextmanager
-def serving(model: str, draft_model: str | None, requests: int) -> Iterator[int]:
-    """Run a server that drafts for up to so many requests and keeps no prompts; yields its port."""
+def serving(
+    model: str, draft_model: str | None, requests: int, kernels: str = "auto"
+) -> Iterator[int]:
+    """Run a server that drafts for up to so many requests and keeps no prompts; yields its port.
+
+    kernels: the server's --kernels.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "dspine_mlx.server", "--model", model, "--port", str(port)]
     command += ["--speculate-up-to", str(requests), "--decode-concurrency", str(requests)]
     command += ["--prompt-cache-size", "0", "--log-level", "ERROR"]
+    command += ["--kernels", kernels]
     command += [] if draft_model is None else ["--draft-model", draft_model]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

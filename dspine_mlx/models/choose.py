@@ -40,6 +40,9 @@ def hint(model: str) -> str:
     """What to say when a target comes without a drafter: which ones fit."""
     found = usable(model)
     if not found:
-        return "--draft-model names one that was trained for this model"
+        return (
+            "--draft-model names one that was trained for this model; --draft-model lookup needs "
+            "none where text repeats itself"
+        )
     names = ", ".join(entry.id for entry in found[:3])
     return f"{names} fit{'s' * (len(found) == 1)} this model: add --draft-model auto"

@@ -6,7 +6,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.models.hub import cached_file, cached_folder, check_reachable, folder_of
 from dspine_mlx.models.registry import Entry, fitting, registry
 
-AUTO = "auto"
+AUTO, LOOKUP = "auto", "lookup"  # what --draft-model takes besides folders and Hub ids
 FORMATS = (".safetensors", ".bin", ".pt")
 
 
@@ -19,7 +19,7 @@ def check_needs(*names: str | Path | None) -> None:
 
 def check_pair(model: str | None, draft_model: str | None) -> None:
     """`check_needs` of a target and its drafter, which may be "auto"."""
-    if model is None and draft_model not in (None, AUTO):
+    if model is None and draft_model not in (None, AUTO, LOOKUP):
         raise InputError(f"the drafter {draft_model} needs its target; name it with --model")
     if draft_model != AUTO:
         check_needs(model, draft_model)
@@ -32,7 +32,10 @@ def check_pair(model: str | None, draft_model: str | None) -> None:
 
 
 def is_here(name: str | Path) -> bool:
-    """Whether a model is a folder, or in the Hub's cache with weights of any format."""
+    """Whether a model is a folder, or in the Hub's cache with weights of any format; or nothing to
+    load at all."""
+    if name == LOOKUP:
+        return True
     if folder_of(name) is not None:
         return True
     config = cached_file(str(name), "config.json")

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dspine_mlx.cache_folder import present
 from dspine_mlx.errors import InputError
 
 SHIPPED = Path(__file__).parent / "drafters.json"
@@ -107,7 +108,7 @@ PAIR = Entry(  # that ships with the package
 def registry(home: Path | None = None) -> list[Entry]:
     """The user's own entries, then those that ship; an own one replaces one of the same id."""
     own = own_file(home)
-    entries = read_entries(own) if own is not None and own.is_file() else []
+    entries = read_entries(own) if own is not None and present(own) else []
     named = {entry.id for entry in entries}
     return entries + [entry for entry in read_entries(SHIPPED) if entry.id not in named] + [PAIR]
 

@@ -51,6 +51,7 @@ def decode(
         with mx.stream(stream):
             prefill.run(text, prompt)
             policy.start_text(text.statistics, text.sampler, text.position)
+            look_up(text, policy)
             prefill.progress(prompt.size, prompt.size)
         tokens = decode_text(text, policy, budget)
         for count in itertools.count(1):
@@ -63,6 +64,9 @@ def decode(
             yield token
             if text.closed:
                 raise RuntimeError("another generation has taken over this one's prompt_cache")
+    except RuntimeError as error:
+        text.ranks.note(error)
+        raise
     finally:
         with mx.stream(stream):
             text.settle()
@@ -78,14 +82,21 @@ def warn_of_misfit(text: Text) -> None:
         log.warning(said)
 
 
+def look_up(text: Text, policy: Policy) -> None:
+    """Let the text teach the policy's chances of copies, if the policy wants copies."""
+    if policy.copies is None:
+        text.lookup = None
+    elif text.lookup is not None:
+        text.lookup.chances = policy.copies
+
+
 def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
-    """Decode in rounds while drafting pays, plainly while it does not, until `budget` tokens or a
-    stop token."""
+    """Decode in rounds while they pay, plainly while they don't, until `budget` tokens or a stop
+    token."""
     text.context.keeps_up = policy.keeps_context
-    while budget > 0:
-        plainly = policy.parked or budget < 2  # nothing is drafted for the last token
-        for token in (decode_plainly if plainly else speculate)(text, policy, budget):
+    for decode in itertools.cycle((speculate, decode_plainly)):
+        for token in decode(text, policy, budget):
             budget = 0 if token[0] in text.stops else budget - 1
-            if text.lookup is not None:  # while the device makes the next draft
-                text.lookup.add((token[0],))
             yield token
+        if budget <= 0:
+            return

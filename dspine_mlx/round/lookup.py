@@ -6,7 +6,7 @@ match is copied; among equals, the newest.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 GRAM = 3  # tokens that must match; shorter matches predict nothing
@@ -15,13 +15,15 @@ PLACES = 8  # of one n-gram that are compared, newest first
 LENGTHS = (3, 4, 6, 9, 12, 16, 24, 32)  # of matches; lengths in between share a chance
 MEMORY = 64  # tokens over which a match length's chance fades
 SLOTS = 1 << 17  # of the table, a power of 2: half a megabyte per text
+COPIED = 15  # tokens that a round may offer, whatever the drafter's block
 
 
 class Copy(NamedTuple):
     """A lookup draft. The match grows by each token that is accepted."""
 
     match: int  # tokens before it that agree with the newest
-    tokens: list[int]
+    tokens: list[int]  # up to the first that ends the text
+    after: int = 0  # drafted tokens that it follows
 
 
 class Lookup:
@@ -29,15 +31,27 @@ class Lookup:
 
     A place is the number of tokens up to the end of an n-gram, where its continuation begins. The
     table has the newest place of each hash, and `earlier` the one before each place; 0 is none.
+
+    stops: tokens that end a text. chances: what the text's own tokens teach about copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, stops: frozenset[int | None] = frozenset(), tokens: Iterable[int] = ()
+    ) -> None:
+        self.stops = stops
+        self.chances: CopyChances | None = None
+        self.watched: Copy | None = None  # the newest copy, as long as the text agrees with it
+        self.seen = 0  # tokens of the watched copy that the text has
         self.tokens = array("i")
         self.earlier = array("i", [0] * GRAM)
         self.newest = array("i", bytes(4 * SLOTS))
+        self.add(tokens)
 
     def add(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text. From now on `find` sees the n-gram before each of them."""
+        if self.watched is not None:
+            tokens = list(tokens)
+            self.compare(tokens)
         text, earlier, newest = self.tokens, self.earlier, self.newest
         a, b, c = ([-1] * GRAM + text[-GRAM:].tolist())[-GRAM:]
         for place, token in enumerate(tokens, len(text)):
@@ -81,7 +95,38 @@ class Lookup:
             return None
         copied = [*self.tokens[place : place + count], *after][:count]
         period = len(copied)
-        return Copy(length, [copied[i % period] for i in range(count)])
+        tokens = [copied[i % period] for i in range(count)]
+        end = next((i for i, token in enumerate(tokens, 1) if token in self.stops), count)
+        return Copy(length, tokens[:end], len(after))
+
+    def watch(self) -> Copy | None:
+        """Copy what followed the newest tokens, to be compared with what comes."""
+        self.watched, self.seen = self.draft(COPIED), 0
+        return self.watched
+
+    def splices(self, drafted: Sequence[int]) -> Iterator[Copy]:
+        """Copies that follow some of the drafted tokens and leave the draft there, in order."""
+        for n in range(len(drafted) + 1):
+            copy = self.draft(COPIED - n, drafted[:n])
+            if copy is not None and copy.tokens[:1] != [*drafted[n : n + 1]]:
+                yield copy
+
+    def whole(self) -> list[Copy]:
+        """The copy that follows the newest tokens, if there is one."""
+        copy = self.draft(COPIED)
+        return [] if copy is None else [copy]
+
+    def compare(self, tokens: Iterable[int]) -> None:
+        """Learn whether the watched copy's next tokens are the text's."""
+        for token in tokens:
+            if self.watched is None:
+                return
+            right = self.watched.tokens[self.seen] == token
+            if self.chances is not None:
+                self.chances.learn(self.watched.match + self.seen, right)
+            self.seen += 1
+            if not right or self.seen == len(self.watched.tokens):
+                self.watched = None
 
 
 def slot_of(a: int, b: int, c: int) -> int:
@@ -93,7 +138,7 @@ class CopyChances:
     """How often a copied token is accepted, by the length of the match before it.
 
     Each length starts from 1 - 1/n, worth PRIOR tokens. Rounds that offered something else are
-    learnt from too: the text shows how much of the copy would have been accepted.
+    learnt from too, and so are plain tokens: the text shows whether the copy would have been right.
     """
 
     PRIOR = 3.0
@@ -102,23 +147,16 @@ class CopyChances:
         self.tried = [self.PRIOR] * len(LENGTHS)
         self.accepted = [self.PRIOR * (1 - 1 / n) for n in LENGTHS]
 
-    def of(self, copy: Copy, stops: frozenset[int | None] = frozenset()) -> list[float]:
-        """Chance of each token, given that the ones before it are accepted; 0 after one that ends
-        the text."""
-        bins = [bin_of(copy.match + i) for i in range(len(copy.tokens))]
-        chances = [self.accepted[i] / self.tried[i] for i in bins]
-        end = next((i for i, x in enumerate(copy.tokens, 1) if x in stops), len(chances))
-        return chances[:end] + [0.0] * (len(chances) - end)
+    def of(self, copy: Copy) -> list[float]:
+        """Chance of each token, given that the ones before it are accepted."""
+        bins = (bin_of(copy.match + i) for i in range(len(copy.tokens)))
+        return [self.accepted[i] / self.tried[i] for i in bins]
 
-    def learn(self, copy: Copy, text: Sequence[int]) -> None:
-        """Compare a copy with the text that was generated in its place."""
-        for i, (copied, token) in enumerate(zip(copy.tokens, text, strict=False)):
-            b = bin_of(copy.match + i)
-            kept = 1 - 1 / MEMORY
-            self.tried[b] = kept * self.tried[b] + 1
-            self.accepted[b] = kept * self.accepted[b] + (copied == token)
-            if copied != token:
-                return
+    def learn(self, match: int, right: bool) -> None:
+        """A token copied after a match of this length was right, or not."""
+        b, kept = bin_of(match), 1 - 1 / MEMORY
+        self.tried[b] = kept * self.tried[b] + 1
+        self.accepted[b] = kept * self.accepted[b] + right
 
 
 def bin_of(match: int) -> int:

@@ -1,6 +1,6 @@
 """What generation asks of a policy and tells it, and the simplest one: a fixed length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.arguments import INT32
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.lookup import CopyChances
+from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
@@ -30,14 +30,25 @@ class Policy(Protocol):
     def copies(self) -> CopyChances | None:
         """Chances learnt for lookup drafts; None: this policy wants no lookups."""
 
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        """Tokens of the copy to feed in the draft's place, at most limit; 0: the draft is better.
+    def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        """Whether to offer the copy with nothing drafted: in place of the drafter's usual round, or
+        of plain tokens while parked. running: the copy's first tokens that a plain step is making
+        already; the round would follow them."""
+
+    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        """The copy to offer after the draft's first `copy.after` tokens; None: the draft is better.
+        At most limit tokens can be offered.
 
         A sampled draft's tokens must have no part in it, nor its evidence: only the greedy path's.
         """
 
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        """The copy to offer after a sampled draft whose tokens are all offered, so that they may
+        have a part in it; None: the draft is enough. At most limit tokens can be offered."""
+
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        """Tokens of the draft to feed, at most limit; seconds were spent on starting it."""
+        """Tokens of the draft, or of the copy just chosen, to feed, at most limit; seconds were
+        spent on starting it."""
 
     def learn(self, accepted: int, offered: int) -> None:
         """Take note of a finished round: how many of the offered tokens were accepted."""
@@ -70,8 +81,14 @@ class Fixed:
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.parked = self.tokens == 0
 
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        return 0
+    def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        return len(copy.tokens) > running
+
+    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        return None
+
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        return None
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         return min(self.tokens, limit)
@@ -90,6 +107,16 @@ class Fixed:
 
     def verdict(self, depth: int) -> str:
         return ""
+
+
+@dataclass
+class FixedCopies(Fixed):
+    """Without a drafter: copies of the same length wherever there is one, else plain decoding."""
+
+    copies: CopyChances | None = field(default_factory=CopyChances)
+
+    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+        self.parked, self.tokens = True, min(self.tokens, COPIED)
 
 
 def check_verify_length(value: Any) -> None:

@@ -14,9 +14,17 @@ from mlx_lm.sample_utils import (
     apply_xtc,
     make_sampler,
 )
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.arguments import check_flag, check_real, check_temperature, check_whole
+from dspine_mlx.arguments import INT32, check_flag, check_real, check_temperature, check_whole
 from dspine_mlx.errors import InputError
+
+
+def never_excluded(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
+    """The tokens that mlx_lm.generate shields from XTC: a line's end, and those that end a text.
+    (Some configs name -1 among the latter.)"""
+    tokens = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+    return tuple(token for token in tokens if 0 <= token <= INT32)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ target's token after them is the next anchor. So a round makes n + 1 tokens.
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -20,46 +21,79 @@ from dspine_mlx.round.text import Text, Token
 
 def speculate(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
     """The text's tokens by rounds, until at most one of `budget` is left, a stop token has come, or
-    the policy parks. The text has a pending token, its first anchor; budget is at least 2."""
+    the policy parks and no copy is worth a round. The text has a pending token, the first
+    anchor."""
     anchor = text.anchor
-    draft, seconds = propose(text, anchor, policy)
-    while True:
-        limit = int(min(len(draft.tokens), budget - 1, text.width_limit() - 1))
-        copy = text.lookup.draft(limit) if text.lookup is not None and policy.copies else None
-        draft, length = choose(text, policy, draft, copy, limit, seconds)
+    start = begin(text, anchor, policy, budget)
+    while start is not None:
+        limit = int(min(text.drafter.most_offered, budget - 1, text.width_limit() - 1))
+        draft, length = choose(text, policy, start, limit)
         length = text.permitted(anchor, draft, length)
 
         logits = text.verify(anchor, draft.tokens[:length])
         n, following = accept(draft, logits, text.sampler)
         block = text.keep(draft.tokens[:n], following, logits)
         policy.learn(text.statistics.record(length, block, draft.copied is not None), length)
-        if copy is not None and policy.copies is not None:
-            policy.copies.learn(copy, [token for token, *_ in block])
 
         budget -= len(block)
         anchor = mx.array([following], anchor.dtype)
-        last = budget < 2 or policy.parked or text.ends_with(block)
         # The next draft needs the anchor and its features, but no reader: it is started before the
         # block is yielded, so that the device drafts while the caller reads.
-        if not last:
-            draft, seconds = propose(text, anchor, policy)
+        start = None if text.ends_with(block) else begin(text, anchor, policy, budget)
         yield from text.emit(block)
-        if last:
-            return
-        text.roll_back()
+        if start is not None:
+            text.roll_back()
 
 
-def choose(
-    text: Text, policy: Policy, draft: Draft, copy: Copy | None, limit: int, seconds: float
-) -> tuple[Draft, int]:
-    """The draft to offer, the drafter's or the copy, and how many of its tokens."""
-    if copy is not None and policy.copies is not None:
-        tokens, chances = mx.array(copy.tokens, mx.uint32), policy.copies.of(copy, text.stops)
-        copied = Draft(tokens, tokens[:, None], None, copied=chances)
-        length = policy.copied_length(copied, draft, limit, text.position)
-        if length:
-            return copied, length
-    return draft, policy.length(draft, limit, text.position, seconds)
+class Start(NamedTuple):
+    """How a round begins: with the drafter's draft, or with a copy in its place."""
+
+    draft: Draft
+    seconds: float = 0.0  # of the host, for starting the drafter's
+
+
+def begin(text: Text, anchor: mx.array, policy: Policy, budget: float) -> Start | None:
+    """Start a round after the anchor: the drafter's, unless a copy is worth more than that usually
+    is. None: at most one token is left, or plain decoding is worth more."""
+    if budget < 2:
+        return None
+    copy = text.lookup.watch() if text.lookup is not None else None
+    if copy is not None and policy.copy_pays(copy, text.position):
+        return Start(copied(copy))
+    if policy.parked:
+        return None
+    return Start(*propose(text, anchor, policy))
+
+
+def choose(text: Text, policy: Policy, start: Start, limit: int) -> tuple[Draft, int]:
+    """The draft to offer, and how many of its tokens: at most limit."""
+    draft, depth, lookup = start.draft, text.position, text.lookup
+    if draft.copied is None and lookup is not None:
+        copy = policy.splice(draft, lookup, limit, depth)
+        draft = draft if copy is None else copied(copy, draft)
+    length = policy.length(draft, min(limit, len(draft.tokens)), depth, start.seconds)
+    if draft.q is not None and lookup is not None and length == len(draft.tokens) < limit:
+        copy = policy.extend(draft, lookup, limit, depth)
+        if copy is not None:
+            draft = copied(copy, draft)
+            length = policy.length(draft, min(limit, len(draft.tokens)), depth, start.seconds)
+    return draft, length
+
+
+def copied(copy: Copy, draft: Draft | None = None) -> Draft:
+    """A copy as a draft, after the draft's tokens before it. Copied tokens are one-hot."""
+    tokens = mx.array(copy.tokens, mx.uint32)
+    if draft is None or not copy.after:
+        return Draft(tokens, tokens[:, None], None, copied=copy)
+    candidates, q = tokens[:, None], None
+    if draft.q is not None:  # of as many candidates as the drafted tokens have
+        K = draft.q.shape[1]
+        candidates = mx.broadcast_to(candidates, (len(tokens), K))
+        one = mx.broadcast_to(mx.arange(K) == 0, candidates.shape).astype(draft.q.dtype)
+        candidates = mx.concatenate([draft.candidates, candidates.astype(draft.candidates.dtype)])
+        q = mx.concatenate([draft.q, one])
+    tokens = mx.concatenate([draft.tokens[: copy.after].astype(mx.uint32), tokens])
+    return Draft(tokens, tokens[:, None] if q is None else candidates, q, copied=copy)
 
 
 def propose(text: Text, anchor: mx.array, policy: Policy) -> tuple[Draft, float]:

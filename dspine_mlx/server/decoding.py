@@ -10,7 +10,7 @@ from mlx_lm import server as host
 from mlx_lm.generate import GenerationResponse
 
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.round.sampler import Sampler, never_excluded
 from dspine_mlx.server.call import Call, Reasoning
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.grammar import Constraint
@@ -97,7 +97,6 @@ def drafting(
     options["verify_length"] = args.call.verify_length
     seeded = args.seed is not None
     if args.sampling.temperature > 0 and (seeded or grammar is None):
-        special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
         options["sampler"] = Sampler(
             args.sampling.temperature,
             top_p=args.sampling.top_p,
@@ -105,7 +104,7 @@ def drafting(
             min_p=args.sampling.min_p,
             xtc_probability=args.sampling.xtc_probability,
             xtc_threshold=args.sampling.xtc_threshold,
-            xtc_special_tokens=special,
+            xtc_special_tokens=never_excluded(tokenizer),
             seeded=seeded,
         )
     if grammar is not None:

@@ -14,8 +14,10 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError
+from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.generate import stream_generate as draft_generate
+from dspine_mlx.group.target import LeadTarget, PartOfTarget
+from dspine_mlx.load import same_random_state
 from dspine_mlx.server.call import Call, Calls, Reply, serving
 from dspine_mlx.server.decoding import (
     Arguments,
@@ -29,6 +31,15 @@ from dspine_mlx.server.decoding import (
 from dspine_mlx.server.failure import CLIENT_GONE, Failed, failed
 from dspine_mlx.server.grammar import constraint
 from dspine_mlx.server.images import image_parts
+from dspine_mlx.server.in_group import (
+    STOP,
+    Stopped,
+    check_group,
+    followed,
+    led,
+    next_item,
+    shareable,
+)
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
@@ -87,8 +98,6 @@ class ResponseGenerator(host.ResponseGenerator):
         is loaded)."""
         provider = self.model_provider
         provider.check_names(args.model)
-        if self._is_distributed:  # the other ranks do this themselves
-            return
         provider.download(args.model)
         tokenizer = provider.loaded_tokenizer(args.model)
         if tokenizer is not None and not any(image_parts(request.messages)):
@@ -105,8 +114,6 @@ class ResponseGenerator(host.ResponseGenerator):
             raise InputError(f"this request can't be made a prompt: {error}") from error
 
     def _await_response(self, response_queue: Queue) -> Any:
-        if self._is_distributed:  # one rank can't give up alone
-            return super()._await_response(response_queue)
         call = serving.get()
         while True:
             if call.disconnected():
@@ -138,14 +145,17 @@ class ResponseGenerator(host.ResponseGenerator):
     def ended(self) -> bool:
         return not self._generation_thread.is_alive()
 
+    def follow(self) -> None:
+        """A rank other than 0: serve in step with it until it stops; `LostRank` if it is lost."""
+        self.join()
+        if self._generation_failed:
+            raise LostRank("this rank of the group has failed; the log above says why")
+
     def stop_and_join(self) -> None:
         """Stop within STOP_SECONDS; `ended` says whether the thread has ended."""
-        if self._is_distributed:
-            return super().stop_and_join()
         self.calls.close(Failed(503, "the server is stopping"))
         self._stop = True
         self._generation_thread.join(STOP_SECONDS)
-        return None
 
     # ---- in the generation thread
 
@@ -158,11 +168,15 @@ class ResponseGenerator(host.ResponseGenerator):
         while not self._stop:
             try:
                 super()._generate()
+            except Stopped:
+                break
             except Exception as error:  # of some request in a batch
                 if self._is_distributed or not self.calls.taken:
                     raise
                 logging.exception("a batch failed; its requests go on one by one")
                 self.take_up(error)
+        if self._is_distributed and self._rank == 0:
+            self._share_object(STOP)
         mx.clear_streams()  # at the thread's end they would race with the end of the process
 
     def take_up(self, error: Exception) -> None:
@@ -179,16 +193,49 @@ class ResponseGenerator(host.ResponseGenerator):
         self.calls.heart.beat()
         if self.again:
             return self.again.popleft()
-        item = super()._next_request(timeout)
-        if item is None:
-            return None
-        queue, request, args = item
-        reply = Reply(queue, args.call, self.calls)
-        if args.call.failure is not None:  # its client has gone
+        if self._is_distributed:
+            return self.next_in_step(timeout)
+        item = next_item(self.requests, timeout)
+        return None if item is None else self.accepted(*item)
+
+    def accepted(
+        self, queue: Queue, request: host.CompletionRequest, args: Arguments
+    ) -> tuple | None:
+        """A request on its way to be served, or None if its client has gone."""
+        reply = Reply(queue, args.call, self.calls, self._is_distributed)
+        if args.call.failure is not None:
             reply.put(args.call.failure)
             return None
         self.choose_path(args)
         return self.calls.take(reply, request, args)
+
+    def next_in_step(self, timeout: float | None) -> tuple | None:
+        """The next request on every rank of a group, as rank 0 has accepted it."""
+        part = self.model_provider.part
+        check_group(part)
+        if part is not None:  # until the next call, whatever comes between
+            part.channel.watchdog.arm()
+        if self._rank > 0:
+            shared = self._share_object(None)
+            if shared == STOP:
+                raise Stopped
+            return None if shared is None else (Queue(), *shared)
+        item = next_item(self.requests, timeout)
+        taken = None if item is None else self.accepted(*item)
+        if taken is not None and not self.readable(*taken):
+            taken = None
+        self._share_object(None if taken is None else (taken[1], shareable(taken[2])))
+        return taken
+
+    def readable(self, reply: Reply, request: host.CompletionRequest, args: Arguments) -> bool:
+        """Whether a request has a prompt that can be decoded; if not, it gets the error."""
+        tokenizer = self.model_provider.tokenizer
+        try:
+            args.prepared = tokenizer, self._tokenize(tokenizer, request, args)
+        except Exception as error:  # noqa: BLE001  # as in mlx_lm's own loops
+            reply.put(error)
+            return False
+        return True
 
     def choose_path(self, args: Arguments) -> None:
         """Keep the drafter of a request that mlx_lm would serve alone, drop it under load."""
@@ -211,6 +258,8 @@ class ResponseGenerator(host.ResponseGenerator):
     def _tokenize(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> Any:
         call, provider = args.call, self.model_provider
         self.arriving = call
+        if self._rank > 0 and args.prepared is not None:
+            return args.prepared[1]  # rank 0's
         provider.release()
         if args.prepared is not None and args.prepared[0] is tokenizer:
             prompt, *others = args.prepared[1]
@@ -218,7 +267,8 @@ class ResponseGenerator(host.ResponseGenerator):
             prompt, *others = self.tokenized(tokenizer, request, args)
         check_prompt(prompt, args, provider)
         if provider.vocab_size is not None:
-            try_sampling(prompt, args, tokenizer, provider.vocab_size)
+            with same_random_state():
+                try_sampling(prompt, args, tokenizer, provider.vocab_size)
         call.tools = bool(request.tools)
         call.reasoning = reasoning(
             "reasoning" in others, bool((args.chat_template_kwargs or {}).get("enable_thinking"))
@@ -253,13 +303,20 @@ class ResponseGenerator(host.ResponseGenerator):
     ) -> Generator[GenerationResponse, None, None]:
         """Stand-in for mlx_lm's stream_generate, called by `_serve_single`."""
         args, call = self.current, self.current.call
-        options |= {"max_tokens": max_tokens, "prompt_progress_callback": checked(call, options)}
+        part = self.model_provider.part
+        if part is not None and options.get("input_embeddings") is None:
+            yield from self.in_group(part, tokenizer, prompt, draft_model, max_tokens, options)
+            return
+        if part is None:
+            options["prompt_progress_callback"] = checked(call, options)
+        options["max_tokens"] = max_tokens
         grammar = constraint(call, tokenizer)
         if grammar is not None:
             options["logits_processors"] = [*options["logits_processors"], grammar]
         if draft_model is not None and options.get("input_embeddings") is None:
             options = drafting(options, args, tokenizer, grammar)
             options["lookup"] = self.options.lookup
+            options["cached_tokens"] = call.prompt[: len(call.prompt) - len(prompt)]
             options["prompt_checkpoints"] = self.prompt_cache.checkpoints(
                 self.model_provider.model_key, call.prompt, prompt, tokenizer.eos_token_ids
             )
@@ -268,7 +325,41 @@ class ResponseGenerator(host.ResponseGenerator):
             del options["prompt_cache"][self.model_provider.target_caches :]
             tokens = plain_generate(model, tokenizer, prompt, **options)
         with closing(tokens):
-            yield from observed(tokens, call)
+            yield from tokens if part is not None else observed(tokens, call)
+
+    def in_group(
+        self,
+        part: PartOfTarget,
+        tokenizer: Any,
+        prompt: list[int],
+        drafter: Drafter | None,
+        max_tokens: int,
+        options: dict[str, Any],
+    ) -> Iterator[Any]:
+        """One text on several machines: rank 0's, which the others follow."""
+        args, call = self.current, self.current.call
+        checkpoints: dict[int, Any] = {}
+        if call.path == "speculative":
+            whole = args.prepared[1][0] if args.prepared is not None else prompt
+            checkpoints = self.prompt_cache.checkpoints(
+                self.model_provider.model_key, whole, prompt, tokenizer.eos_token_ids
+            )
+        if not isinstance(part, LeadTarget):
+            yield from followed(part, prompt, options | {"checkpoints": checkpoints})
+            return
+
+        def make() -> Generator[GenerationResponse, None, None]:
+            grammar = constraint(call, tokenizer)
+            given = drafting(options, args, tokenizer, grammar)
+            if grammar is not None:
+                given["logits_processors"] = [*given["logits_processors"], grammar]
+            if call.path != "speculative":
+                given["verify_length"] = 0
+            given |= {"max_tokens": max_tokens, "prompt_progress_callback": checked(call, options)}
+            given |= {"lookup": self.options.lookup, "prompt_checkpoints": checkpoints}
+            return draft_generate(part.model, tokenizer, prompt, drafter, **given)
+
+        yield from observed(led(part, make), call)
 
 
 def answered(responses: Iterator[host.Response], call: Call) -> Iterator[host.Response]:

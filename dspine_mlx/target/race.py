@@ -6,7 +6,7 @@ its time. So is one that the driver refuses. What is not raced is left to MLX.
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -57,13 +57,14 @@ class Machine:
 @dataclass(frozen=True)
 class Verdict:
     """The product for one shape and number of rows, and why. Seconds: of one product; 0: not
-    timed."""
+    timed. one_row: of MLX's product of a single row."""
 
     product: Product
     why: str
     seconds: float = 0.0
     stock: float = 0.0
     rejected: tuple[str, ...] = ()  # candidates that were wrong or refused, and why
+    one_row: float = 0.0
 
 
 class Race:
@@ -117,7 +118,9 @@ class Race:
             return Verdict(STOCK, "no kernel serves it")
         right, rejected = self.check(entrants, x, matrices[:CHECKED])
         seconds = self.times(list(right), x, matrices)
-        return self.choose(right, seconds, tuple(rejected))
+        (one_row,) = self.times([STOCK], x[:1], matrices).values()
+        verdict = self.choose(right, seconds, tuple(rejected))
+        return replace(verdict, one_row=median(one_row))
 
     def candidates(self, matrix: Matrix, x: mx.array) -> list[Product]:
         products: list[Product] = [STOCK]

@@ -18,8 +18,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
+from dspine_mlx.target import checked_widths, equal_rows
 from dspine_mlx.target import verdicts as on_file
 from dspine_mlx.target.attention_race import attention_verdict, contexts
+from dspine_mlx.target.checked_widths import check_key
 from dspine_mlx.target.equal_rows import (
     blas_differs,
     differing_widths,
@@ -33,6 +35,7 @@ from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped
 from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
+EXACT_SECONDS = 60.0  # in exact mode, whose check takes longer, and is due again after every race
 LINEAR = (nn.QuantizedLinear, nn.Linear)
 EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
 
@@ -103,7 +106,8 @@ class RowKernels:
         asked = {w for w in widths if 2 <= w <= MAX_ROWS}
         self.widths = sorted(asked.union(self.widths), key=lambda w: (-(w & -w), w))
         new: Verdicts = {}
-        begun, limit = self.race.clock(), SECONDS if seconds is None else seconds
+        begun, limit = self.race.clock(), EXACT_SECONDS if self.exact else SECONDS
+        limit = limit if seconds is None else seconds
         for rows in self.widths:
             for shape in self.all_shapes:
                 if (shape, rows) in self.verdicts or rows not in asked:
@@ -172,11 +176,23 @@ class RowKernels:
 
     def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
         """In exact mode, compare verify forwards of these widths with as many one-row forwards, bit
-        for bit. A width may not be used until it has passed."""
+        for bit. A width may not be used until it has passed. Results are kept in the folder."""
         asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
-        if asked:
-            self.unequal |= unequal_widths(self.target, asked, self.verifying, depths)
-            self.checked |= asked
+        if not asked:
+            return
+        depths, key, known = depths or equal_rows.DEPTHS, {}, {}
+        if self.folder is not None:
+            products = self.key | {"products": self.digest}
+            key = check_key(self.target.model, products, depths)
+            known = checked_widths.read(self.folder, key)
+        new = asked - known.keys()
+        if new:
+            unequal = unequal_widths(self.target, new, self.verifying, depths)
+            known |= {width: unequal.get(width, "") for width in new}
+            if self.folder is not None:
+                checked_widths.write(self.folder, key, known)
+        self.unequal |= {width: known[width] for width in asked if known[width]}
+        self.checked |= asked
 
     @property
     def width_limit(self) -> float:
@@ -189,11 +205,12 @@ class RowKernels:
 
     @property
     def digest(self) -> str:
-        """Identifies what runs, for files of times that depend on it; "" if all is stock."""
+        """Identifies what runs, for files that depend on it; "" if all is stock."""
+        unsettled = APART if self.exact else STOCK
         chosen = [
             [*shape, rows, to_dict(verdict.product)]
             for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
-            if verdict.product != STOCK and not is_packed_cache(shape)
+            if verdict.product != unsettled and not is_packed_cache(shape)
         ]
         if not chosen and not self.exact:
             return ""
@@ -262,10 +279,11 @@ def prepare(
     other bits than plain decoding anyway.
     """
     machine, asked = Machine.here(), frozenset(widths)
-    if mode == "auto" and not machine.metal and blas_differs():
+    alike = mode != "auto" or target.ranks.agreed(machine.metal or not blas_differs())
+    if not alike:
         machine = replace(machine, differing=asked)
         kernels = RowKernels(target, Race(mode, machine), folder)
-        if kernels.lacks(asked):  # testing the target takes seconds
+        if not target.ranks.agreed(not kernels.lacks(asked)):  # testing the target takes seconds
             machine = replace(machine, differing=differing_widths(target, asked))
     kernels = RowKernels(target, Race(mode, machine, newest=newest), folder)
     kernels.settle(asked)

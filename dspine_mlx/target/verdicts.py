@@ -3,12 +3,13 @@
 import hashlib
 import json
 import logging
+import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dspine_mlx.cache_folder import reading, write_json
+from dspine_mlx.cache_folder import present, reading, write_json
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.attention import Attended
 from dspine_mlx.metal.kernel import source
@@ -17,7 +18,7 @@ from dspine_mlx.target.products import from_dict, to_dict
 from dspine_mlx.target.race import Race, Verdict
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 TEXTS = (
     "rows_header",
     "rows_tile",
@@ -122,13 +123,14 @@ KINDS: dict[str, type[AnyShape]] = {  # of entries
 
 
 def kernels_key(race: Race) -> dict[str, Any]:
-    """Everything a verdict depends on: the machine, MLX, the kernels' source and the race's
-    mode."""
+    """Everything a verdict depends on: the machine, its compiler (which comes with macOS), MLX,
+    the kernels' source and the race's mode."""
     device = mx.device_info()
     texts = "\0".join(map(source, TEXTS))
     return {
         "device": str(device["device_name"]),
         "architecture": race.machine.architecture,
+        "macos": platform.mac_ver()[0],
         "mlx": mx.__version__,
         "kernels": digest(texts),
         "mode": race.mode,
@@ -147,7 +149,7 @@ def path(folder: Path, key: dict[str, Any]) -> Path:
 def read(folder: Path, key: dict[str, Any]) -> Verdicts:
     """Read the verdicts under a key; none if the file is absent, unreadable or of another key."""
     file = path(folder, key)
-    if not file.exists():
+    if not present(file):
         return {}
     try:
         with reading(file) as data:
@@ -163,8 +165,9 @@ def entry(data: dict[str, Any]) -> tuple[tuple[AnyShape, int], Verdict]:
     product = from_dict(data["product"])
     kind = next((kind for kind in KINDS if kind in data), "shape")
     shape = KINDS[kind](**data[kind])
-    times = float(data["seconds"]), float(data["stock"])
-    verdict = Verdict(product, str(data["why"]), *times, tuple(map(str, data["rejected"])))
+    seconds, stock, one_row = (float(data[k]) for k in ("seconds", "stock", "one_row"))
+    rejected = tuple(map(str, data["rejected"]))
+    verdict = Verdict(product, str(data["why"]), seconds, stock, rejected, one_row)
     return (shape, int(data["rows"])), verdict
 
 
@@ -178,6 +181,7 @@ def as_dict(shape: AnyShape, rows: int, verdict: Verdict) -> dict[str, Any]:
         "why": verdict.why,
         "seconds": verdict.seconds,
         "stock": verdict.stock,
+        "one_row": verdict.one_row,
         "rejected": list(verdict.rejected),
     }
 

@@ -6,26 +6,26 @@ are in `dspine_mlx.verify_length.rules`.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from statistics import median
 
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
-from dspine_mlx.round.accept import acceptance
 from dspine_mlx.round.draft_context import BACKLOG
-from dspine_mlx.round.lookup import CopyChances
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.round.select import Draft, log_odds
+from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
+from dspine_mlx.verify_length import copy_rounds
 from dspine_mlx.verify_length import explain as words
 from dspine_mlx.verify_length.budget import SHARE, Budget
-from dspine_mlx.verify_length.calibration import Calibration, uncalibrated
+from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.chances import Chances, expected_tokens
+from dspine_mlx.verify_length.copying import Copying
 from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.reading import Reading
+from dspine_mlx.verify_length.records import Evidence, Probe, Round
 from dspine_mlx.verify_length.rules import (
-    contested,
     length_values,
     sampled_verify_length,
     token_values,
@@ -36,40 +36,6 @@ MEMORY = 16  # rounds over which tokens and seconds fade; also the fewest betwee
 CHECK = 3  # plain tokens decoded while drafting, to time them
 SPAN = 8  # plain tokens timed together while parked
 OFF = 1.5  # costs are learnt before a round is booked if its time is off by this factor
-
-
-@dataclass
-class Evidence:
-    """Calibrated log-odds of a draft's tokens, and of the greedy path's."""
-
-    odds: list[float]
-    greedy: list[float]
-
-
-@dataclass
-class Round:
-    """A round and its outcome, filled in as it goes; without chances if its evidence isn't read."""
-
-    depth: int
-    begun: float  # the clock when verifying began
-    drafting: float = 0.0  # seconds
-    chances: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # net seconds of each length
-    chosen: int = -1  # the length, which a draft filter may cut
-    copied: bool = False  # a lookup draft in place of the drafter's
-    verifying: float = 0.0  # seconds
-    offered: int = -1  # until verified
-    accepted: int = 0
-
-
-@dataclass
-class Probe:
-    """A draft beside plain decoding, and the slot that the next token is compared with."""
-
-    draft: Draft
-    slot: int = 0
-    tokens: list[int] = field(default_factory=list)
-    evidence: Evidence = field(default_factory=lambda: Evidence([], []))
 
 
 class Auto:
@@ -96,10 +62,9 @@ class Auto:
         self.costs, self.chances, self.budget = costs, Chances(calibration), budget or Budget()
         self.explain, self.clock, self.text_over = explain, clock, text_over
         self.reading = Reading(len(calibration.biases))
-        self.copies = CopyChances()
-        # Copies are offered where they look best, so on average they disappoint: learnt from those
-        # offered.
-        self.offered_copies = Chances(uncalibrated(len(calibration.biases)))
+        self.slots = len(calibration.biases)
+        self.copying = Copying()
+        self.known: tuple[Draft, Evidence] | None = None  # the newest draft that was read
         self.tokens = self.seconds = 0.0  # of recent rounds, fading
         self.newest: Round | None = None  # until it has been learnt from
         self.rounds_left = MEMORY  # before plain decoding is timed again
@@ -111,7 +76,11 @@ class Auto:
 
     @property
     def needs_evidence(self) -> bool:
-        return self.parked or self.reading.due
+        return self.parked or self.reading.due or self.copying.contest is not None
+
+    @property
+    def copies(self) -> CopyChances:
+        return self.copying.chances
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
@@ -143,7 +112,7 @@ class Auto:
 
     def hopeless(self, depth: int) -> bool:
         """Whether plain decoding wins even if every drafted token is accepted."""
-        return self.costs.hopeless(depth, HOPE)
+        return self.costs.hopeless(depth, HOPE, self.slots)
 
     def keeps_context(self, depth: int) -> bool:
         """Taking in a backlog takes no longer than a draft, and is bounded like drafts made while
@@ -170,33 +139,25 @@ class Auto:
         rate = self.rate(depth) if limit >= len(chances) else 1 / plain
         return token_values(chances[:limit], self.costs.verify(depth), draft, plain, rate)
 
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        """Offer the copy where its best length is worth more than the draft's. Both are valued
-        alike; a draft that isn't read counts as an average round."""
-        assert copy.copied is not None
-        self.digest()
-        seconds = self.costs.verify(depth)
-        chances = self.offered_copies.of([log_odds(p) for p in copy.copied[:limit]])
+    def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        if self.check:
+            return False
+        rate = None if self.parked else self.rate(depth)
+        return self.copying.pays(copy, running, self.costs, depth, rate) is not None
+
+    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
         if draft.evidence is None:
-            average = 1 / self.rate(depth)
-            w, best = [average] * limit, self.costs.draft(depth) - average
-        else:
-            greedy = self.chances.of(self.read(draft).greedy)[:limit]
-            path = (draft.greedy_path or draft).tokens.tolist()
-            pairs = enumerate(zip(copy.tokens.tolist(), path, strict=False))
-            agreed = next((i for i, (x, y) in pairs if x != y), limit)
-            chances, greedy = contested(chances, greedy, agreed)
-            w = self.seconds_saved(greedy, limit, depth)
-            best = max(length_values(greedy, seconds, w))
-        values = length_values(chances, seconds, w)
-        if max(values) <= best:
-            return 0
-        length = values.index(max(values))
-        self.newest = Round(depth, self.clock(), chances=chances, chosen=length, copied=True)
-        return length
+            return None
+        self.digest()
+        return copy_rounds.splice(self, draft, lookup, limit, depth)
+
+    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
+        return copy_rounds.extend(self, draft, lookup, limit, depth)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
+        if draft.copied is not None:
+            return copy_rounds.start(self, draft.copied, limit, depth)
         self.digest()  # the previous round's, while the device drafts
         self.reading.rounds += 1
         if draft.evidence is None:
@@ -209,30 +170,37 @@ class Auto:
         return self.newest.chosen
 
     def read(self, draft: Draft) -> Evidence:
-        assert draft.evidence is not None
-        mx.eval(draft.tokens, draft.evidence, draft.greedy_path)
-        calibrated = self.chances.calibration.block_log_odds
-        odds = calibrated(draft.evidence.log_odds())
-        path = draft.greedy_path
-        return Evidence(odds, odds if path is None else calibrated(path.log_odds()))
+        if self.known is None or self.known[0] is not draft:
+            self.known = draft, Evidence.of(draft, self.chances.calibration)
+        return self.known[1]
 
     def learn(self, accepted: int, offered: int) -> None:
         assert self.newest is not None
         this, depth = self.newest, self.newest.depth
         this.verifying, this.accepted, this.offered = self.clock() - this.begun, accepted, offered
+        if this.copied is not None:
+            copy_rounds.learn(self, this)
+            return
         seconds = self.costs.round(offered, depth)
         off = (this.drafting + this.verifying) / seconds
         unforeseen = not self.costs.seen["draft"] or not 1 / OFF < off < OFF
-        if this.chances and not this.copied and unforeseen:
+        if this.chances and unforeseen:
             self.digest()
             seconds = self.costs.round(offered, depth)
         tokens = expected_tokens(this.chances[:offered]) if this.chances else 1 + accepted
         self.count(tokens, seconds, fading=1 / MEMORY)
         gain = 1 + accepted - seconds / self.costs.plain(depth)
         self.budget.round_over(gain)
+        self.end_round(this, gain)
+
+    def end_round(self, this: Round, gain: float) -> None:
+        """Account for a round's gain, in plain tokens, and decide whether to draft again."""
+        depth = this.depth
         self.account.round_over(gain)
         if self.explain:
             self.explain(words.round_line(this, self.costs, self.rate(depth)))
+        if self.parked:
+            return
         self.rounds_left -= 1
         if self.budget.spent or self.hopeless(depth):
             self.park(depth)
@@ -246,11 +214,15 @@ class Auto:
         this, self.newest = self.newest, None
         if this is None or this.offered < 0 or not this.chances:
             return
-        chances = self.offered_copies if this.copied else self.chances
+        before = this.offered if this.copied is None else this.copied
         for slot in range(min(this.offered, this.accepted + 1)):
-            chances.update(slot, this.chances[slot], float(slot < this.accepted))
-        chances.round_over()
-        if this.copied:
+            own, first = (self.chances, 0) if slot < before else (self.copying.offered, before)
+            own.update(slot - first, this.chances[slot], float(slot < this.accepted))
+        if before:
+            self.chances.round_over()
+        if this.copied is not None:
+            self.copying.offered.round_over()
+            self.costs.observe("verify", 1 + this.offered, this.verifying, this.depth)
             return
         self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
         if len(this.values) == len(self.reading.values):
@@ -341,10 +313,7 @@ class Auto:
         slot, agrees = probe.slot, probe.tokens[probe.slot] == token
         accepted = float(agrees)
         if self.sampler is not None and probe.draft.q is not None:
-            here = slice(slot, slot + 1)
-            draft = probe.draft
-            one = Draft(draft.tokens[here], draft.candidates[here], probe.draft.q[here])
-            accepted = acceptance(one, self.sampler.probs(logprobs[None])).item()
+            accepted = probe.acceptance(self.sampler.probs(logprobs[None]))
         self.chances.update(slot, self.chances.of(probe.evidence.odds)[slot], accepted)
         probe.slot += agrees
         if not agrees or probe.slot == len(probe.tokens):

@@ -46,7 +46,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
-        if len(self.biases) != slots or not min(self.temperatures, default=0) > 0:
+        if len(self.biases) != slots or not min(self.temperatures, default=1) > 0:
             raise ValueError("temperatures must be above 0, with one bias for each")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")

@@ -55,5 +55,9 @@ class Chances:
     def forget_half(self) -> None:
         """Halve what was learnt and make it easy to unlearn, as another text begins."""
         self.shift, self.slot_shift = self.shift / 2, [shift / 2 for shift in self.slot_shift]
+        self.doubt()
+
+    def doubt(self) -> None:
+        """Make what was learnt easy to unlearn."""
         self.information = self.prior
         self.slot_information = [SLOT_PRIOR] * len(self.slot_shift)

@@ -140,10 +140,12 @@ class Costs:
         """Seconds of a draft, in plain tokens."""
         return self.draft(depth) / self.plain(depth)
 
-    def hopeless(self, depth: int, hope: float) -> bool:
-        """Whether plain decoding wins even if every drafted token is accepted: by the times of real
-        rounds, perfect ones are not `hope` times as fast."""
-        best = max((1 + n) / self.round(n, depth) for n in range(self.widths))
+    def hopeless(self, depth: int, hope: float, slots: int) -> bool:
+        """Whether plain decoding wins even if all of `slots` drafted tokens are accepted: by the
+        times of real rounds, perfect ones are not `hope` times as fast."""
+        if not slots:
+            return True
+        best = max((1 + n) / self.round(n, depth) for n in range(slots + 1))
         return self.seen["draft"] > 0 and best * self.plain(depth) < hope
 
     def observe_plain(self, seconds: float, depth: int) -> None:

@@ -6,6 +6,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
+from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.costs import Costs
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ def round_line(this: "Round", costs: Costs, rate: float) -> str:
     if not this.chances:
         return f"at {this.depth}: offered {this.offered} unread, {this.accepted} accepted"
     survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
-    if this.copied:
+    if this.copied is not None:
+        where = f" after {this.copied} drafted" if this.copied else ""
         return (
-            f"at {this.depth}: looked up, survival {survival}; offered {this.offered}, "
+            f"at {this.depth}: looked up{where}, survival {survival}; offered {this.offered}, "
             f"took {milliseconds([this.verifying])} ms, {this.accepted} accepted"
         )
     return (
@@ -68,7 +70,7 @@ def probing(auto: "Auto", depth: int) -> str:
 
 
 def hopelessness(auto: "Auto", depth: int) -> str:
-    M, plain = auto.costs.widths - 1, 1e3 * auto.costs.plain(depth)
+    M, plain = auto.slots, 1e3 * auto.costs.plain(depth)
     return (
         f"even if all {M} drafted tokens were accepted, a round would take "
         f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
@@ -76,10 +78,23 @@ def hopelessness(auto: "Auto", depth: int) -> str:
     )
 
 
+def without_drafter(done: Statistics, account: Account) -> str:
+    """What copies brought a text that has no drafter."""
+    if not done.rounds:
+        return "no drafter, and no copy of earlier text promised a gain"
+    saved = "saved" if account.saved >= 0 else "lost"
+    return (
+        f"no drafter: {done.rounds} rounds of copies {saved} the time of {abs(account.saved):.1f} "
+        "plain tokens"
+    )
+
+
 def verdict(auto: "Auto", depth: int) -> str:
     """Why a text was drafted or not."""
     done, account = auto.statistics, auto.account
     probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
+    if not auto.slots:
+        return without_drafter(done, account)
     if auto.parked and auto.hopeless(depth):
         if not done.rounds:
             return f"drafting can't pay here: {hopelessness(auto, depth)}"

@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.select import Draft
@@ -103,15 +104,20 @@ def calibrate(texts: list[Rounds], held_out: list[Rounds] | None = None) -> Fit:
     """Fit on texts and measure on held-out ones.
 
     Without held-out texts, every other text is held out at first, then all of them are fitted on. A
-    single text is halved. With too few rounds the evidence stays uncalibrated, with a warning.
+    single text is halved. With too few rounds the evidence stays uncalibrated, with a warning; with
+    none to measure on, `InputError`.
     """
     fitted, measured = (sum_of(texts), sum_of(held_out)) if held_out else split(texts)
+    if not len(measured.accepted):
+        raise InputError(
+            "no round was recorded to measure on; raise --max-tokens, or give more prompts"
+        )
     plain = uncalibrated(measured.evidence.shape[1])
     before = survival_errors(plain, measured.evidence, measured.accepted)
     every = fitted if held_out else measured + fitted
     if min(len(fitted.accepted), len(measured.accepted)) < LEAST_ROUNDS // 2:
         log.warning(
-            "%s rounds are too few to calibrate on, %s are needed; give more or longer prompts",
+            "%s rounds are too few to calibrate on, %s are needed; raise --limit or --max-tokens",
             len(every.accepted),
             LEAST_ROUNDS,
         )

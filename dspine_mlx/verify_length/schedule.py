@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.round.policy import Fixed, Policy
+from dspine_mlx.round.policy import Fixed, FixedCopies, Policy
 from dspine_mlx.verify_length import profile as profiling
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
@@ -103,8 +103,10 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
 def policy_for(
     verify_length: int | str | Policy, drafter: Drafter, sampler: SamplerFunction
 ) -> Policy:
-    if drafter.target.verify_kernels.width_limit < 2:
+    if verify_length == 0 or drafter.plain or drafter.target.verify_kernels.width_limit < 2:
         return Fixed(0)
+    if isinstance(verify_length, int) and not drafter.config.num_proposals:
+        return FixedCopies(verify_length) if verify_length else Fixed(0)
     if isinstance(verify_length, int):
         return Fixed(min(verify_length, drafter.config.num_proposals))
     if isinstance(verify_length, str):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.cache_folder import cache_folder, reading, write_json
+from dspine_mlx.cache_folder import cache_folder, present, reading, write_json
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length.budget import Budget
@@ -42,12 +42,12 @@ class Shown(NamedTuple):
 def read_costs(drafter: Drafter) -> Shown:
     """Read what the pair had shown when its last text ended; empty without a usable file."""
     path = costs_path(drafter)
-    if not path.is_file():
+    if not present(path):
         return Shown()
     try:
         with reading(path) as data:
             curve = Curve.from_dict(data["curve"])
-            widths = drafter.config.num_proposals + 1
+            widths = drafter.most_offered + 1
             if data["key"] != pair_key(drafter) or len(curve.verify[0]) != widths:
                 raise InputError("it belongs to another pair")
             if curve.contradiction():
@@ -86,9 +86,11 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
 
     path: None takes the file made on this machine, else the one in the drafter's folder.
     """
+    if not drafter.config.num_proposals:
+        return {}
     if path is None:
         shipped = [drafter.folder / SHIPPED] if drafter.folder else []
-        path = next((p for p in (calibration_path(drafter), *shipped) if p.is_file()), None)
+        path = next((p for p in (calibration_path(drafter), *shipped) if present(p)), None)
     if path is None:
         return {}
     try:
@@ -121,8 +123,10 @@ def pair_key(drafter: Drafter) -> dict[str, str]:
         "mlx": mx.__version__,
         "target": structure(drafter.target.model),
         "drafter": structure(drafter.network),
+        "rows": str(drafter.most_offered + 1),
     }
     kernels = drafter.target.verify_kernels.digest
+    key |= drafter.verifier.ranks.key
     return key | {"kernels": kernels} if kernels else key
 
 
@@ -134,7 +138,7 @@ def calibration_key(drafter: Drafter) -> dict[str, str]:
     values = [drafter.network.norm.weight, drafter.network.hidden_norm.weight]
     return {
         "format": FORMAT,
-        "target": structure(drafter.target.model, dtypes=False),
+        "target": drafter.verifier.ranks.structure or structure(drafter.target.model, dtypes=False),
         "drafter": structure(drafter.network, dtypes=False),
         "values": digest([value.astype(mx.float32).tolist() for value in values]),
     }

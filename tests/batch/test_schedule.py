@@ -93,3 +93,14 @@ def test_the_block_is_the_best_of_all_widths(
     assert abs(expected - values[plan.slots]) < 1e-9
     assert values[plan.slots] >= max(values.values()) - 1e-9
     assert (plan.tokens >= 1).all()
+
+
+def test_dear_slots_make_narrow_blocks() -> None:
+    """Half of the texts' tokens are right: free slots are drafted as far as rows pay, dear ones
+    only where the next token is worth one."""
+    rounds = np.full((4, 8, 7), 0.5).cumprod(axis=-1)
+    verify = 1 + 0.08 * np.arange(8)
+    assert planned(rounds, np.full(7, 0.5), verify, 0.25).slots == 3
+    assert planned(rounds, 0.5 + 0.1 * np.arange(7), verify, 0.25).slots == 2
+    assert planned(rounds, 0.5 + 0.3 * np.arange(7), verify, 0.25).slots == 1
+    assert planned(rounds, 0.5 + 0.3 * np.arange(7), verify, 0.25, least=7).slots == 7

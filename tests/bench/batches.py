@@ -103,8 +103,8 @@ def drafted(pair: Pair, prompts: list[list[int]], tokens: int) -> Ran:
         entry.speed = Speed(clock.progress)
     texts: list[list[int]] = [[] for _ in prompts]
     done = [0.0] * len(prompts)
-    for index, response in generation.responses():
-        texts[index].append(response.token)
+    for index, (token, *_) in generation.tokens():
+        texts[index].append(token)
         done[index] = time.process_time() - clock.started
     return Ran(texts, max(done), done, [entry.statistics for entry in generation.entries])
 

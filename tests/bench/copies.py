@@ -2,7 +2,8 @@
 
     python -m tests.bench.copies [CHATS.jsonl] [--temps 0 1] [--texts 24] [--tokens 160]
 
-Lines are {"messages": [..]} or {"prompt": ".."}. Rows cost nothing here, so every round offers all
+The 24 chats of copies.jsonl, or of a file (tests.bench.copy_chats makes one). Its lines are
+{"messages": [..]} or {"prompt": ".."}. Rows cost nothing here, so every round offers all
 15 tokens of the chain that is expected to bring more: counts do not depend on the machine. With
 --speed it is the policy as users have it, and seconds of whole calls, text by text in turn: for a
 quiet machine. float16 becomes float32, as CPUs have no fast half precision. Intervals (95 %) are a
@@ -58,7 +59,8 @@ def count(
     calibration = load_calibrations(drafter).get(mode_of(sampler)) if calibrated else None
     M = drafter.config.num_proposals
     kind = Attentive if attentive else Auto
-    policy, counts, lookups = kind(FreeRows(M), calibration or uncalibrated(M)), [], 0
+    costs, counts, lookups = FreeRows(drafter.most_offered), [], 0
+    policy = kind(costs, calibration or uncalibrated(M))
     for seed, prompt in enumerate(prompts):
         mx.random.seed(seed)
         *_, last = dspine_mlx.stream_generate(

@@ -39,6 +39,7 @@ from tests.support.texts import scripted_texts
 from tests.support.tiny import SCRIPTS, random_prompt
 
 TOKENS = 96  # of a text
+AHEAD = 32  # tokens that a script knows beyond a text that is closed early
 WINDOW = 512  # of windows and limited caches, which no text fills
 # One row and several round differently here (docs/exactness.md), so nothing is claimed of these.
 ROUNDED = {"kimi_linear", "nemotron_h", "falcon_h1", "granitemoehybrid", "mamba2"}
@@ -80,7 +81,8 @@ class AnyLength(Fixed):
 def free(rows: int) -> Curve:
     """Costs by which drafts and verify rows are free; real steps soon correct them."""
     seconds = (1e-3,) * rows
-    return Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), (seconds, seconds))
+    pairs = (1e-3, 1e-3), (1e-4, 1e-4)
+    return Curve((64, 2048), *pairs, (seconds, seconds), measured=False)
 
 
 def wider(config: dict[str, Any]) -> dict[str, Any]:
@@ -239,8 +241,8 @@ def quantised(turn: Turn) -> Compare:
 def continued(turn: Turn) -> Compare:
     """A second turn in the cache that a closed generator left. Processors see its tokens only."""
     prompt, more = turn.prompt(), turn.prompt(20)
-    first = turn.plain(prompt, max_tokens=TOKENS // 2)
-    said, plain_caches = first[: turn.rng.randint(1, len(first))], make_prompt_cache(turn.model)
+    first = turn.plain(prompt, max_tokens=TOKENS // 2 + AHEAD)
+    said, plain_caches = first[: turn.rng.randint(1, TOKENS // 2)], make_prompt_cache(turn.model)
     turn.plain(prompt, max_tokens=len(said), prompt_cache=plain_caches)
     second = turn.plain(more, max_tokens=TOKENS // 2, prompt_cache=plain_caches)
 

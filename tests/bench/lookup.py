@@ -3,7 +3,8 @@
     python -m tests.bench.lookup [--tokens 100000]
 
 Three texts: random tokens, tokens with the frequencies of words (Zipf), and one that repeats
-itself. A round is `draft`, `learn` and `add` of 5 tokens. CPU time, so a busy machine may run it.
+itself. A round is `watch` and `add` of 5 tokens, from which chances are learnt. CPU time, so a busy
+machine may run it.
 """
 
 import argparse
@@ -31,14 +32,14 @@ def measure(tokens: list[int]) -> dict[str, float]:
     prompt, rest = tokens[: -ROUNDS * NEW], tokens[-ROUNDS * NEW :]
     started = time.thread_time()
     lookup, chances, rounds = Lookup(), CopyChances(), []
+    lookup.chances = chances
     lookup.add(prompt)
     indexed = time.thread_time() - started
     for i in range(0, len(rest), NEW):
         started = time.thread_time()
-        copy = lookup.draft(15)
+        copy = lookup.watch()
         if copy is not None:
             chances.of(copy)
-            chances.learn(copy, rest[i : i + NEW])
         lookup.add(rest[i : i + NEW])
         rounds.append(time.thread_time() - started)
     tracemalloc.start()

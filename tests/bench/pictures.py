@@ -32,6 +32,7 @@ from dspine_mlx.verify_length.store import SHIPPED, describe, device_name, load_
 from recipes.demo import HELD_OUT_SEED
 from recipes.word_problems import questions
 
+DPI = 80  # the pages' pictures are small
 TRACE = Path(__file__).parent / "demo_trace.npz"
 app = typer.Typer(help=__doc__)
 Picture = Annotated[Path, typer.Argument(help="PNG to write.")]
@@ -44,7 +45,7 @@ def reliability(
     check_new(path)
     model, tokenizer, drafter = load()
     assert drafter is not None
-    with panels(path, 2, About(describe(drafter), device_name())) as axes:
+    with panels(path, 2, About(describe(drafter), device_name()), DPI) as axes:
         for ax, temperature in zip(axes, (0.0, 1.0), strict=True):
             sampler = Sampler(temp=temperature)
             rounds, calibration = recorded((model, tokenizer, drafter), sampler, texts)
@@ -76,7 +77,7 @@ def costs(path: Picture) -> None:
     model.set_dtype(mx.float32)  # CPUs have no fast half precision
     drafter = load_drafter(DEMO / "drafter", model)
     curve = measure(drafter)
-    with panels(path, 2, About(describe(drafter), device_name())) as (left, right):
+    with panels(path, 2, About(describe(drafter), device_name()), DPI) as (left, right):
         draw_steps(left, curve)
         draw_gains(right, curve)
         for axes in (left, right):

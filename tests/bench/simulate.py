@@ -1,6 +1,7 @@
 """The policy on machines that are not at hand: recorded rounds against any cost curve.
 
     python -m tests.bench.simulate [--curve NAME] [--trace FILE.npz] [--depth 512]
+    python -m tests.bench.simulate --predicted [--draft 0.12] [--trace FILE.npz]
     python -m tests.bench.simulate --record FILE.npz [--model M --draft-model D] PROMPTS.txt
 
 A trace holds, for every position of a text, the evidence of the block drafted there and how many of
@@ -8,7 +9,9 @@ its tokens the text has. Greedy text does not depend on the lengths, so replayin
 made-up sampled traces have evidence of the drawn tokens and of the greedy path. The policy is the
 real one, on a clock of its own that each step moves by the curve. curves.json has published costs
 of Apple chips (relative costs of rows, scaled to a step; attention's share of each row grows with
-the context). Nothing in it was measured here but the last entry.
+the context). Nothing in it was measured here but the last entry. --predicted takes the curves of
+tests.bench.verify_rows in its place, without and with kernels for verify rows; --draft sets what a
+draft takes there, as a share of a step, in place of the roofline's prediction.
 """
 
 import argparse
@@ -304,6 +307,12 @@ def save_trace(path: Path, traces: list[Trace]) -> None:
     )
 
 
+def predicted_curves(draft: float | None) -> list[dict[str, Any]]:
+    from tests.bench.verify_rows import predicted
+
+    return [entry | ({} if draft is None else {"draft": draft}) for entry in predicted()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prompts", nargs="?", type=Path)
@@ -314,6 +323,8 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--curve", default="")
     parser.add_argument("--depth", type=int, default=512)
+    parser.add_argument("--predicted", action="store_true")
+    parser.add_argument("--draft", type=float)
     args = parser.parse_args()
     if args.record:
         from dspine_mlx.load import load
@@ -329,7 +340,7 @@ def main() -> None:
         load_trace(args.trace) if args.trace else [made_up(400, 7, 1.2, seed) for seed in range(5)]
     )
     print(f"{'':36} auto: calibrated, cold; best fixed length; fixed 1, 2, ...")
-    for entry in CURVES:
+    for entry in predicted_curves(args.draft) if args.predicted else CURVES:
         if args.curve in entry["name"]:
             curve = curve_of(entry, traces[0].slots)
             cold = compare(traces, curve, start=args.depth)["auto"]

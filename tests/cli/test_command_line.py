@@ -204,6 +204,21 @@ def test_a_target_alone_is_decoded_plainly_with_a_hint() -> None:
     assert "--draft-model" not in plain.stderr
 
 
+def test_lookup_needs_no_drafter(tmp_path: Path) -> None:
+    """The answer repeats the question's words; it is that of plain decoding."""
+    question = ("generate", "-p", "a b c d e f a b c d e f a b", "-m", "24", "--model", TARGET)
+    looked = run(*question, "--draft-model", "lookup", "--json")
+    plain = run(*question, "--verify-length", "0", "--json")
+    assert looked.returncode == plain.returncode == 0, looked.stderr
+    ours, theirs = json.loads(looked.stdout), json.loads(plain.stdout)
+    assert ours["tokens"] == theirs["tokens"]
+    assert "no drafter" in ours["verdict"]
+    (tmp_path / "prompts.txt").write_text("a b c\n")
+    pair = ("--model", TARGET, "--draft-model", "lookup")
+    refused = run("calibrate", *pair, "--prompts", str(tmp_path / "prompts.txt"))
+    assert "there is no drafter to calibrate" in refused.stderr
+
+
 def test_a_tokenizer_without_a_template_is_said(tmp_path: Path) -> None:
     for file in Path(TARGET).iterdir():
         (tmp_path / file.name).symlink_to(file)

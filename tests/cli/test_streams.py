@@ -160,7 +160,7 @@ def test_a_broken_chat_template(template: str, tmp_path: Path) -> None:
 )
 def test_an_output_without_room(command: Arguments) -> None:
     said = one_sentence(run(command, shell='exec "$@" >/dev/full'))
-    assert said == "dspine-mlx: standard output has no room: No space left on device"
+    assert said == "dspine-mlx: standard output can't be used: No space left on device"
 
 
 @pytest.mark.parametrize("command", [[*SAY, "-p", "hi"], ["inspect", "."], ["doctor"]])
@@ -200,3 +200,20 @@ def test_no_screen_is_that_wide(columns: str) -> None:
 @pytest.mark.parametrize("port", ["65536", "-1", "70000000000"])
 def test_ports_are_ports(port: str) -> None:
     assert "it must lie between 0 and 65535" in one_sentence(run(["serve", "--port", port]))
+
+
+@pytest.mark.parametrize("flag", ["--model", "--prompt-cache-file"])
+def test_names_that_are_too_long(flag: str) -> None:
+    said = one_sentence(run([*SAY, "-p", "hi", flag, "x" * 5000]))
+    assert "x" * 99 in said
+
+
+def test_a_home_whose_name_is_too_long() -> None:
+    """Nothing is kept, and it works all the same."""
+    result = run([*SAY, "-p", "hi"], {"HOME": "/x" * 2500})
+    assert result.returncode == 0, result.stderr[-300:]
+
+
+def test_prompts_of_no_name() -> None:
+    said = one_sentence(run(["calibrate", "--prompts", ""]))
+    assert said.startswith("dspine-mlx: there is no suite or file ")

@@ -11,8 +11,13 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 from dspine_mlx.measure import compare
 from dspine_mlx.measure.compare import Measurement
+from dspine_mlx.target import equal_rows
+from tests.support.metal_device import without_metal
 
 pytestmark = pytest.mark.slow
+
+
+SETTINGS = {"prompts": 1, "max_tokens": 34, "temp": 0.0, "repeat": 1}
 
 
 def arguments(tmp_path: Path, *more: str) -> list[str]:
@@ -29,7 +34,11 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exception is None
     document = json.loads(out.read_text())
-    assert document["settings"] == {"prompts": 1, "max_tokens": 34, "temp": 0.0, "repeat": 1}
+    assert document["settings"] == SETTINGS | {"kernels": "auto"}
+    assert document["equal_texts"] == [4, 4]
+    assert "4 of 4 drafted texts are plain decoding's." in result.stdout
+    assert list(document["verify_steps"]["stock"]) == ["1", "2", "4", "8", "16"]
+    assert document["promise"] in result.stdout
     results = document["results"]
     assert [r["depth"] for r in results] == [0, 5]
     rows = results[0]["ways"]
@@ -50,6 +59,26 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     written_here = {path.name for path in tmp_path.iterdir()} - {"cache"}  # costs, for auto
     assert written_here == {"out.json", "out.png", "p.txt"}
+
+
+@without_metal
+def test_exact_kernels_keep_their_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked on the target at load; here in a short context."""
+    monkeypatch.setattr(equal_rows, "DEPTHS", (8,))
+    out = tmp_path / "out.json"
+    exact = ["--kernels", "exact", "--compare", "fixed:3", "--json", str(out)]
+    result = CliRunner().invoke(app, arguments(tmp_path, *exact))
+    assert result.exception is None
+    document = json.loads(out.read_text())
+    assert document["settings"]["kernels"] == document["verify_kernels"]["mode"] == "exact"
+    assert document["verify_kernels"]["checked"] == list(range(2, 17))
+    assert document["promise"] == (
+        "Verify forwards give plain decoding's very logits on this machine, for this target, up to "
+        "16 rows, as checked."
+    )
+    assert document["promise"] in result.stdout
+    assert "1 of 1 drafted texts are plain decoding's." in result.stdout
+    assert list(document["verify_steps"]["kernels"]) == ["1", "2", "4", "8", "16"]
 
 
 @pytest.mark.parametrize("flag", ["--json", "--plot"])
@@ -90,6 +119,14 @@ BAD_ARGUMENTS = {
     "server and depths": (
         ["bench", "--suite", "x", "--concurrency", "2", "--depths", "9"],
         "--concurrency measures the server, without --depths and --plot",
+    ),
+    "rows and prompts": (
+        ["bench", "--rows", "--suite", "x"],
+        "--rows times products by themselves; only --model and --json go with it",
+    ),
+    "kernels": (
+        ["bench", "--suite", "x", "--kernels", "fast"],
+        "kernels is 'fast'; it must be one",
     ),
     "no model": (
         ["bench", "--suite", __file__, "--concurrency", "2", "--model", "./nowhere"],

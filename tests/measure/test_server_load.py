@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from dspine_mlx.cli import app
 from dspine_mlx.errors import InputError
+from dspine_mlx.load import DEMO
 from dspine_mlx.measure import server_load
 from dspine_mlx.measure.server_load import (
     Batch,
@@ -92,6 +93,14 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerFailed, match="did not start: .*there is no folder"),
         serving(str(tmp_path / "nowhere"), None, 2),
+    ):
+        pass
+
+
+def test_the_server_gets_its_kernels() -> None:
+    with (
+        pytest.raises(ServerFailed, match="did not start: .*--kernels: invalid choice: 'fast'"),
+        serving(str(DEMO / "target"), None, 2, kernels="fast"),
     ):
         pass
 

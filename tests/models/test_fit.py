@@ -114,7 +114,10 @@ def test_auto_takes_one_that_is_here_and_can_be_read(
 
 def test_the_hint_names_what_fits(hub: Path) -> None:
     assert hint(TARGET) == f"{DRAFTER} fits this model: add --draft-model auto"
-    assert hint("toy/other") == "--draft-model names one that was trained for this model"
+    assert hint("toy/other") == (
+        "--draft-model names one that was trained for this model; --draft-model lookup needs none "
+        "where text repeats itself"
+    )
 
 
 def test_configs_are_compared_before_anything_is_downloaded(hub: Path, tmp_path: Path) -> None:

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspine_mlx.round.lookup import GRAM, LENGTHS, LONGEST, PLACES, Copy, CopyChances, Lookup
+from dspine_mlx.round.lookup import (
+    COPIED,
+    GRAM,
+    LENGTHS,
+    LONGEST,
+    PLACES,
+    Copy,
+    CopyChances,
+    Lookup,
+)
 
 Tokens = list[int]
 texts = st.lists(st.integers(0, 2), max_size=60)
@@ -67,36 +76,65 @@ def test_large_ids_and_collisions() -> None:
         assert lookup.find([text[place - 1], text[place - 3], text[place - 2]]) == (0, 0)
 
 
-def test_chances_start_from_the_match_and_end_with_a_stop_token() -> None:
-    chances = CopyChances().of(Copy(3, [5, 6, 7, 8]), frozenset({7}))
-    assert chances == pytest.approx([2 / 3, 3 / 4, 3 / 4, 0])
+def test_a_copy_ends_with_a_stop_token() -> None:
+    lookup = Lookup(frozenset({7}))
+    lookup.add([1, 2, 3, 5, 6, 7, 8, 1, 2, 3])
+    assert lookup.draft(5) == Copy(3, [5, 6, 7])
+    assert lookup.draft(2) == Copy(3, [5, 6])
+
+
+@given(text=texts, drafted=st.lists(st.integers(0, 2), max_size=8))
+def test_splices_leave_the_draft_where_they_begin(text: Tokens, drafted: Tokens) -> None:
+    """Each is the copy after its drafted tokens, and none that the draft itself begins with is
+    missing."""
+    lookup = Lookup()
+    lookup.add(text)
+    found = {copy.after: copy for copy in lookup.splices(drafted)}
+    for n in range(len(drafted) + 1):
+        copy = lookup.draft(COPIED - n, drafted[:n])
+        if copy is None or copy.tokens[0] == (drafted + [-1])[n]:
+            assert n not in found
+        else:
+            assert found[n] == copy._replace(after=n)
+
+
+def test_chances_start_from_the_match() -> None:
+    assert CopyChances().of(Copy(3, [5, 6, 7])) == pytest.approx([2 / 3, 3 / 4, 3 / 4])
     assert CopyChances().of(Copy(LONGEST, [5] * 3)) == pytest.approx([1 - 1 / LENGTHS[-1]] * 3)
+
+
+def test_a_text_teaches_the_chances_of_its_copies() -> None:
+    """After 1 2 3 came 5 6 7. Where it comes again, 5 is right, 6 is not; 7 is not compared."""
+    lookup, chances = Lookup(), CopyChances()
+    lookup.chances = chances
+    lookup.add([1, 2, 3, 5, 6, 7, 9, 1, 2, 3])
+    assert lookup.watch() is not None
+    lookup.add([5])
+    lookup.add([8, 7, 7])
+    prior = CopyChances()
+    assert chances.of(Copy(3, [5])) > prior.of(Copy(3, [5]))
+    assert chances.of(Copy(4, [5])) < prior.of(Copy(4, [5]))
+    assert chances.tried[2:] == prior.tried[2:]
 
 
 def test_chances_follow_what_came() -> None:
     chances = CopyChances()
-    copy = Copy(3, [5, 6, 7])
     for _ in range(200):
-        chances.learn(copy, [5, 6, 1])
-    learnt = chances.of(copy)
+        for match, right in ((3, True), (4, True), (5, False)):
+            chances.learn(match, right)
+    learnt = chances.of(Copy(3, [5, 6, 7]))
     assert learnt[0] > 0.99
     assert 0.4 < learnt[1] < 0.6  # after matches of 4 and of 5, one accepted and one not
     assert learnt[2] == learnt[1]
     assert chances.of(Copy(9, [5])) == CopyChances().of(Copy(9, [5]))
     for _ in range(20):
-        chances.learn(copy, [1])
-    assert chances.of(copy)[0] < 0.8
-
-
-def test_a_text_that_ends_teaches_no_more_than_it_has() -> None:
-    chances = CopyChances()
-    chances.learn(Copy(3, [5, 6, 7]), [5])
-    assert chances.of(Copy(3, [5, 6]))[1] == CopyChances().of(Copy(3, [5, 6]))[1]
+        chances.learn(3, False)
+    assert chances.of(Copy(3, [5]))[0] < 0.8
 
 
 def test_lookups_of_text_without_repeats_lose_their_chances() -> None:
     """A few dozen rounds in which a short match was followed by something else."""
     chances = CopyChances()
     for _ in range(36):
-        chances.learn(Copy(3, [5, 6]), [1, 2])
+        chances.learn(3, False)
     assert chances.of(Copy(3, [5]))[0] < 0.06

@@ -1,9 +1,6 @@
 """Rounds that offer copies: the text stays the target's, and the policy tells when they pay."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -14,15 +11,13 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
-from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
-from dspine_mlx.round.policy import Fixed
+from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.round.select import Draft
-from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
 from tests.support.families import FAMILIES, WINDOW, build, random_drafter
+from tests.support.lookups import Copying, Told, use
 from tests.support.samplers import PROCESSORS, SAMPLERS
 from tests.support.tiny import (
     plain_steps,
@@ -33,37 +28,8 @@ from tests.support.tiny import (
     tiny_target,
 )
 
-generation = import_module("dspine_mlx.generate")  # the package's `generate` is its function
 model_of = cache(build)
 NEVER = 10_000  # tokens between two wrong ones
-
-
-@dataclass
-class Copying(Fixed):
-    """Offers every copy, whole."""
-
-    tokens: int = 7
-    copies: CopyChances | None = field(default_factory=CopyChances)
-
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        return min(limit, len(copy.tokens))
-
-
-class Told(Lookup):
-    """A lookup that knows the text and spoils every nth token of its copies."""
-
-    def __init__(self, text: list[int], nth: int):
-        super().__init__()
-        self.text, self.nth = text, nth
-
-    def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
-        start = len(self.tokens)
-        assert self.tokens.tolist() == self.text[:start]  # all tokens so far, and no other
-        if count < 1:
-            return None
-        right = self.text[start : start + count]
-        right += [0] * (count - len(right))
-        return Copy(3, [t if (start + i) % self.nth else 5 for i, t in enumerate(right)])
 
 
 def copied_run(
@@ -75,7 +41,7 @@ def copied_run(
     **options: Any,
 ) -> list[dspine_mlx.GenerationResponse]:
     """A run whose rounds all offer the lookup's copies."""
-    monkeypatch.setattr(generation, "Lookup", lambda: lookup)
+    use(lookup, monkeypatch)
     drafter = options.pop("drafter", None) or random_drafter(model)
     policy = Copying()
     responses = list(
@@ -157,13 +123,47 @@ def test_caches_after_an_early_close(
 ) -> None:
     prompt, cache_ = random_prompt(19), make_prompt_cache(model)
     plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=20)]
-    monkeypatch.setattr(generation, "Lookup", lambda: Told(prompt + plain, 3))
+    use(Told(prompt + plain, 3), monkeypatch)
     drafter = tiny_dspine(model)
     options: dict[str, Any] = {"prompt_cache": cache_, "verify_length": Copying()}
     generator = dspine_mlx.stream_generate(model, tokenizer, prompt, drafter, **options)
     assert [next(generator).token for _ in range(taken)] == plain[:taken]
     generator.close()
     assert {c.offset for c in cache_} == {len(prompt) + taken}
+
+
+@pytest.mark.parametrize("after", [0, 2, 7])
+@pytest.mark.parametrize("kind", ["right", "now and then", "random"])
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_seeded_text_with_copies_behind_drafted_tokens(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    after: int,
+    kind: str,
+    temp: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = random_prompt(17)
+
+    def options() -> dict[str, Any]:
+        mx.random.seed(5)
+        return {"max_tokens": 40, "sampler": make_sampler(temp=temp)}
+
+    plain = plain_steps(model, tokenizer, prompt, **options())
+    text = prompt + [token for token, _ in plain]
+    drafter = tiny_dspine(model) if kind == "random" else scripted(model, text, kind)
+    use(Told(text, 9), monkeypatch)
+    policy = Copying(after=after)
+    responses = list(
+        dspine_mlx.stream_generate(
+            model, tokenizer, prompt, drafter, verify_length=policy, **options()
+        )
+    )
+    assert same_steps([(r.token, r.logprobs) for r in responses], plain)
+    done = responses[-1].statistics
+    assert done.lookups == done.rounds > 0
+    if kind == "right":  # only the copies are spoilt
+        assert done.rounds <= 2 + 40 // 9
 
 
 def free_rows(drafter: Any, lines: list[str]) -> Auto:
@@ -210,39 +210,3 @@ def test_a_text_that_repeats_itself_is_looked_up(
 def circling(tokens: mx.array, logits: mx.array) -> mx.array:
     """Ten tokens in a circle, by the number of tokens before."""
     return logits.at[:, 100 + tokens.size % 10].add(100.0)
-
-
-def test_lookups_cease_where_nothing_repeats() -> None:
-    """Copies that are never right: offered at first, then hardly ever."""
-    drafter_tokens = mx.array([5, 6, 7])
-    costs = Costs(Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 4, (1.0,) * 4)))
-    auto, offered = Auto(costs, uncalibrated(3), clock=lambda: 0.0), []
-    auto.start_text(Statistics(), lambda x: x, 64)
-    draft = Draft(drafter_tokens, drafter_tokens[:, None], None)
-    for _ in range(200):
-        copy = Copy(3, [1, 2, 3])
-        chances = auto.copies.of(copy)
-        copied = Draft(mx.array(copy.tokens), mx.array([[1], [2], [3]]), None, copied=chances)
-        length = auto.copied_length(copied, draft, 3, 64)
-        offered.append(length > 0)
-        auto.count(2.0, 1.1, 1 / 16)  # the drafter's rounds bring two tokens
-        auto.copies.learn(copy, [9])
-    assert sum(offered) <= 24
-    assert not any(offered[36:])
-
-
-def test_copies_that_disappoint_when_offered_are_offered_less() -> None:
-    """Matches look good in general, but never where they are chosen over the draft."""
-    costs = Costs(Curve((64, 2048), (1.0, 1.0), (0.1, 0.1), ((1.0,) * 4, (1.0,) * 4)))
-    auto, offered = Auto(costs, uncalibrated(3), clock=lambda: 0.0), []
-    auto.start_text(Statistics(), lambda x: x, 64)
-    draft = Draft(mx.array([5, 6, 7]), mx.array([[5], [6], [7]]), None)
-    copied = Draft(mx.array([1, 2, 3]), mx.array([[1], [2], [3]]), None, copied=[0.8] * 3)
-    for _ in range(100):
-        length = auto.copied_length(copied, draft, 3, 64)
-        offered.append(length > 0)
-        if length:
-            auto.learn(0, length)
-        auto.count(2.0, 1.1, 1 / 16)  # the drafter's rounds bring two tokens
-    assert offered[0]
-    assert sum(offered) < 20

@@ -4,7 +4,7 @@ All drafts, all outcomes of the tests and all following tokens of one round are 
 its probability; the law of the text must be the target's. Toy targets know the whole prefix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import mlx.core as mx
@@ -22,8 +22,10 @@ from dspine_mlx.round.accept import (
     match,
     residual,
 )
+from dspine_mlx.round.lookup import LENGTHS, Copy, Lookup
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, evidence
+from dspine_mlx.round.speculate import copied
 from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
@@ -224,6 +226,50 @@ def test_a_retrospective_rule_is_caught(block: bool) -> None:
     assert distance(law, toy.wanted()) > 1e-3
 
 
+def law_of_whole(toy: Toy, offer: Callable[[Draft], Draft]) -> Law:
+    """The law where all of some draft is offered, which is made of the drawn one."""
+    law = np.zeros((toy.V,) * (toy.M + 1))
+    for picks in product(range(toy.K), repeat=toy.M):
+        full, drawn = toy.draft(picks)
+        draft = offer(full)
+        offered = draft.tokens.tolist()
+        p = toy.rows(offered)
+        reach, keep = block_chances(draft, p)
+        for chance, uniform in outcomes(keep):
+            n = longest_accepted(keep, uniform)
+            left = np.array(residual(draft, p, n, reach[n]))
+            for x, share in enumerate(left / left.sum()):
+                toy.go_on(law, (*offered[: n.item()], x), drawn * chance * float(share))
+    return law
+
+
+@settings(deadline=None, max_examples=15)
+@given(V=st.integers(2, 3), M=st.integers(2, 3), seed=st.integers(0, 9999))
+def test_a_copy_behind_drawn_tokens_keeps_the_distribution(V: int, M: int, seed: int) -> None:
+    """Which one, and whether there is any, depends on the drawn tokens before it."""
+    toy, rng = Toy(V, V, M, seed), np.random.default_rng(seed)
+    follows = {path: int(rng.integers(-1, V)) for path in product(range(V), repeat=M - 1)}
+
+    def offer(draft: Draft) -> Draft:
+        before = draft.first(M - 1)
+        token = follows[tuple(before.tokens.tolist())]
+        return before if token < 0 else copied(Copy(3, [token], after=M - 1), before)
+
+    assert distance(law_of_whole(toy, offer), toy.wanted()) < 1e-12
+
+
+def test_a_copy_that_replaces_some_drawn_tokens_is_caught() -> None:
+    """A drawn token is tested where it is the candidate that the rule likes, else dropped."""
+    toy = Toy(3, 3, 3, 1)
+
+    def offer(draft: Draft) -> Draft:
+        if draft.tokens[2].item() == toy.candidates[2, 1]:
+            return draft
+        return copied(Copy(3, [int(toy.candidates[2, 0])], after=2), draft.first(2))
+
+    assert distance(law_of_whole(toy, offer), toy.wanted()) > 1e-3
+
+
 def copying(toy: Toy, auto: Auto, seed: int) -> Callable[[Draft], list[int]]:
     """The real choice between a draft and a copy, which shares the greedy path's beginning."""
     rng = np.random.default_rng(seed)
@@ -231,9 +277,28 @@ def copying(toy: Toy, auto: Auto, seed: int) -> Callable[[Draft], list[int]]:
     assert path is not None
     shared = int(rng.integers(0, toy.M))
     tokens = [*path.tokens.tolist()[:shared], *rng.integers(0, toy.V, toy.M - shared).tolist()]
-    chances = rng.uniform(0.2, 1.0, toy.M).tolist()
-    copy = Draft(mx.array(tokens), mx.array(tokens)[:, None], None, copied=chances)
-    return lambda draft: tokens[: auto.copied_length(copy, draft, toy.M, 1)]
+    auto.copying.chances.accepted = [3 * c for c in rng.uniform(0.2, 1.0, len(LENGTHS)).tolist()]
+    lookup = Looked(Copy(int(rng.integers(3, 33)), tokens))
+
+    def offered(draft: Draft) -> list[int]:
+        if auto.splice(draft, lookup, toy.M, 1) is None:
+            return []
+        return tokens[: auto.length(lookup.draft_of_copy, toy.M, 1, 0.0)]
+
+    return offered
+
+
+class Looked(Lookup):
+    """A lookup that finds one copy."""
+
+    def __init__(self, copy: Copy):
+        super().__init__()
+        self.copy = copy
+        tokens = mx.array(copy.tokens)
+        self.draft_of_copy = Draft(tokens, tokens[:, None], None, copied=copy)
+
+    def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
+        return None if after else self.copy
 
 
 @settings(deadline=None, max_examples=15)

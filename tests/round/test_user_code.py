@@ -17,6 +17,7 @@ import dspine_mlx
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 from dspine_mlx.round.policy import Fixed
+from dspine_mlx.round.sampler import never_excluded
 from tests.support.tiny import (
     VOCABULARY,
     plain_steps,
@@ -246,3 +247,11 @@ def test_logits_that_are_no_numbers_give_plain_decodings_text(
             model, tokenizer, PROMPT, drafter, verify_length=verify_length, **options()
         )
         assert [r.token for r in responses] == plain
+
+
+def test_tokens_that_end_a_text_are_no_ids_in_some_configs() -> None:
+    tokenizer = load_tokenizer(DEMO / "target")
+    tokenizer.eos_token_ids = {-1, 7, 1 << 40}
+    special = never_excluded(tokenizer)
+    assert set(special) == {*tokenizer.encode("\n"), 7}
+    dspine_mlx.Sampler(temp=1.0, xtc_probability=0.5, xtc_special_tokens=special)

@@ -1,6 +1,7 @@
 """The server with a drafter of each kind that its other tests don't draft with."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,23 @@ def test_replies_are_the_targets(name: str, scripted: tuple[str, str], tmp_path:
             assert reply.status == 200, reply
             assert reply.body["choices"][0]["text"] == UNICODE
             assert reply.body["usage"]["dspine"]["drafted"] > 0
+
+
+def test_lookup_alone_copies_a_reply_that_repeats_itself(
+    scripted: tuple[str, str], tmp_path: Path
+) -> None:
+    flags = ("--model", scripted[0], "--draft-model", "lookup", *ALL)
+    with serving("dspine_mlx.server", tmp_path / "server", *flags) as server:
+
+        def reply(prompt: str, temperature: float) -> tuple[str, dict[str, Any]]:
+            asked = {"prompt": prompt, "max_tokens": 40, "temperature": temperature}
+            answer = server.request("/v1/completions", asked)
+            assert answer.status == 200, answer
+            return answer.body["choices"][0]["text"], answer.body["usage"]["dspine"]
+
+        for temperature in (0.0, 0.01):
+            assert reply("@unicode", temperature)[0] == UNICODE
+            done = reply("@long", temperature)[1]
+            assert done["path"] == "speculative"
+            assert done["lookups"] == done["rounds"] <= 4
+            assert done["accepted"] >= 28  # of 40, the first of which repeat nothing

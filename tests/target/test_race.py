@@ -68,7 +68,7 @@ def test_in_exact_mode_only_its_bits_take_part(track: Track, layers: list[Matrix
     assert track.tile.calls == 0
 
 
-@pytest.mark.parametrize("seconds", [0.98, 1.0, 3.0])
+@pytest.mark.parametrize("seconds", [0.98, 1.0, 1.5, 3.0])
 def test_what_is_not_clearly_faster_loses(
     track: Track, layers: list[Matrix], seconds: float
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.rows import matrix
 
 SHAPE = Shape(4096, 1024, 4, 64, "affine", "bfloat16")
 SETTLED: Verdicts = {
-    (SHAPE, 4): Verdict(Exact(Form(2, True, 3), 8, 2), "faster", 1e-4, 3e-4),
+    (SHAPE, 4): Verdict(Exact(Form(2, True, 3), 8, 2), "faster", 1e-4, 3e-4, one_row=9e-5),
     (SHAPE, 8): Verdict(Tile(4, 8), "faster", 1e-4, 4e-4, ("exact 4x4: refused: too large",)),
     (SHAPE._replace(bits=8), 8): Verdict(STOCK, "nothing else is steadily faster", 1e-4, 1e-4),
 }
@@ -60,10 +60,13 @@ def test_a_key_names_all_that_matters(key: dict[str, Any], monkeypatch: pytest.M
     "spoil",
     [
         lambda data: data["key"].update(device="Apple M9"),
+        lambda data: data["key"].update(mlx="0.1.0"),
+        lambda data: data["key"].update(macos="99.1"),
+        lambda data: data["key"].update(mode="exact"),
         lambda data: data["key"].update(kernels="0" * 16),
-        lambda data: data.update(format=2),
+        lambda data: data.update(format=1),
     ],
-    ids=["chip", "kernels", "format"],
+    ids=["chip", "MLX", "macOS", "mode", "kernels", "format"],
 )
 def test_a_file_of_another_is_not_used(tmp_path: Path, key: dict[str, Any], spoil: Any) -> None:
     """Though it has the name of ours."""
@@ -81,9 +84,9 @@ def test_a_file_of_another_is_not_used(tmp_path: Path, key: dict[str, Any], spoi
         "[]",
         "{}",
         "\udcff",
-        '{"format": 1, "key": KEY, "verdicts": [{"shape": {}}]}',
-        '{"format": 1, "key": KEY, "verdicts": [{"product": {"kernel": "cube"}}]}',
-        '{"format": 1, "key": KEY, "verdicts": 7}',
+        '{"format": 2, "key": KEY, "verdicts": [{"shape": {}}]}',
+        '{"format": 2, "key": KEY, "verdicts": [{"product": {"kernel": "cube"}}]}',
+        '{"format": 2, "key": KEY, "verdicts": 7}',
     ],
 )
 def test_what_can_not_be_read_is_raced_again(

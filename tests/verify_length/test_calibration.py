@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.errors import InputError
 from dspine_mlx.load import load
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.verify_length.calibration import Calibration, mode_of, sigmoid, uncalibrated
@@ -241,6 +242,8 @@ def test_one_prompt_or_few_rounds_are_warned_about(caplog: pytest.LogCaptureFixt
     assert result.calibration == uncalibrated(3)
     assert "one prompt only" in caplog.text
     assert "too few" in caplog.text
+    with pytest.raises(InputError, match="no round was recorded .*; raise --max-tokens"):
+        calibrate([few], [few[:0]])
 
 
 def test_calibrations_stay_out_of_the_model_folder(model: nn.Module) -> None:

@@ -1,0 +1,87 @@
+"""What the policy notes of a draft, of a round and of a probe."""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from dspine_mlx.round.accept import acceptance
+from dspine_mlx.round.lookup import Copy
+from dspine_mlx.round.select import Draft
+from dspine_mlx.verify_length.calibration import Calibration
+from dspine_mlx.verify_length.copying import Offer
+from dspine_mlx.verify_length.costs import Costs
+
+
+@dataclass
+class Evidence:
+    """Calibrated log-odds of a draft's tokens, and of the greedy path's."""
+
+    odds: list[float]
+    greedy: list[float]
+
+    @classmethod
+    def of(cls, draft: Draft, calibration: Calibration) -> "Evidence":
+        """Wait for a draft, and read its evidence."""
+        assert draft.evidence is not None
+        mx.eval(draft.tokens, draft.evidence, draft.greedy_path)
+        odds, path = calibration.block_log_odds(draft.evidence.log_odds()), draft.greedy_path
+        return cls(odds, odds if path is None else calibration.block_log_odds(path.log_odds()))
+
+
+@dataclass
+class Round:
+    """A round and its outcome, filled in as it goes; without chances if its evidence isn't read."""
+
+    depth: int
+    begun: float  # the clock when verifying began
+    drafting: float = 0.0  # seconds
+    chances: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # net seconds of each length
+    chosen: int = -1  # the length, which a draft filter may cut
+    copy: Copy | None = None  # that is offered
+    copied: int | None = None  # tokens before those that were copied; None: nothing was
+    drafted: bool = True
+    verifying: float = 0.0  # seconds
+    offered: int = -1  # until verified
+    accepted: int = 0
+
+    @classmethod
+    def of_copy(cls, offer: Offer, depth: int, drafted: bool) -> "Round":
+        """A round that will offer a copy."""
+        return cls(
+            depth,
+            0.0,
+            chances=offer.chances,
+            chosen=offer.length,
+            copy=offer.copy,
+            copied=offer.copy.after,
+            drafted=drafted,
+        )
+
+    def go_on(self, copy: Copy, chances: list[float], more: int) -> None:
+        """Offer the first `more` tokens of a copy after the drafted ones."""
+        self.copy, self.copied, self.chosen = copy, self.chosen, self.chosen + more
+        self.chances = [*self.chances, *chances]
+
+    def seconds(self, costs: Costs) -> float:
+        """That it is expected to take."""
+        draft = costs.draft(self.depth) if self.drafted else 0.0
+        return draft + costs.verify(self.depth)[self.offered]
+
+
+@dataclass
+class Probe:
+    """A draft beside plain decoding, and the slot that the next token is compared with."""
+
+    draft: Draft
+    slot: int = 0
+    tokens: list[int] = field(default_factory=list)
+    evidence: Evidence = field(default_factory=lambda: Evidence([], []))
+
+    def acceptance(self, p: mx.array) -> float:
+        """The chance that the sampled token of this slot is accepted, where the target's probs are
+        p [1, V]."""
+        assert self.draft.q is not None
+        here = slice(self.slot, self.slot + 1)
+        one = Draft(self.draft.tokens[here], self.draft.candidates[here], self.draft.q[here])
+        return float(acceptance(one, p).item())

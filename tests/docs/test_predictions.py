@@ -1,0 +1,31 @@
+"""The predicted tables of the notes on kernels are what the script prints now."""
+
+import pytest
+
+from tests.bench import verify_rows
+from tests.bench.verify_rows import LARGE, SHOWN, predicted, raced, stock, tile
+from tests.support.documentation import ROOT
+
+PAGE = (ROOT / "docs" / "notes" / "kernels.md").read_text(encoding="utf-8")
+
+
+def test_tables_are_what_the_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    verify_rows.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(printed) > 60
+    assert [line for line in printed if line not in PAGE.splitlines()] == []
+
+
+@pytest.mark.parametrize("chip", SHOWN)
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_race_never_chooses_what_is_slower(chip: str, bits: int) -> None:
+    for rows in range(1, 17):
+        assert raced(chip, rows, bits, LARGE) <= stock(chip, rows, bits, LARGE)
+
+
+def test_bytes_bound_what_arithmetic_does_not() -> None:
+    """By hand: 17408 x 5120 at 8 bits are 94.7 MB with scales, read at 80 % of 68 GB/s in 1.74 ms,
+    and a launch; 16 rows take 19.2 operations per weight at 80 % of 1.3e12 per second, 1.65 ms."""
+    assert tile("M1", 16, 8, LARGE) == pytest.approx(2.5e-6 + 17408 * 5120 * 1.0625 / (0.8 * 68e9))
+    one = next(entry for entry in predicted() if entry["name"] == "M1, 8 bits, kernels")
+    assert one["rows"]["16"] == pytest.approx(1.0, abs=1e-3)

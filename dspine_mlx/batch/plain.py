@@ -64,5 +64,4 @@ def step(batch: Batch, fed: mx.array) -> Ahead:
 def sampled(text: BatchText, fed: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
     """What the text's own sampler picks [1] from logits [1, V], and its logprobs [V]."""
     logprobs = normalised(text.processed(fed, logits).logits)
-    with text.drawing():
-        return text.text.sampler(logprobs), logprobs[0]
+    return text.sampled(logprobs), logprobs[0]

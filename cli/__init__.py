@@ -20,10 +20,11 @@ from dspine_mlx.cli.groups import Commands
 from dspine_mlx.cli.inspect import inspect
 from dspine_mlx.cli.models import models
 from dspine_mlx.cli.options import SeveralValues
+from dspine_mlx.cli.ranks import of_another_rank
 from dspine_mlx.cli.report import report
 from dspine_mlx.cli.serve import SETTINGS, serve
 from dspine_mlx.cli.train import app as train
-from dspine_mlx.errors import InputError
+from dspine_mlx.errors import InputError, LostRank
 
 WIDEST = 4  # digits of a number of columns
 TEMPORARY = {"TMPDIR", "TMP", "TEMP", "TEMPDIR"}  # where MLX puts files that it compiles
@@ -119,8 +120,14 @@ def main() -> None:
     try:
         app()
     except InputError as error:
+        if of_another_rank():
+            sys.exit(0)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(2)
+    except LostRank as error:  # its collectives wait for ever, and the end of the process for them
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        os._exit(1)
     except OSError as error:
         if error.errno not in (*NO_ROOM, *NO_NAME):
             raise

@@ -10,6 +10,7 @@ import typer
 from dspine_mlx.cli.groups import grouped
 from dspine_mlx.cli.options import DraftOption, KernelsOption, TargetOption
 from dspine_mlx.cli.output import check_new, check_plot, new_file
+from dspine_mlx.cli.ranks import leads, on_every_rank
 from dspine_mlx.errors import InputError
 
 LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
@@ -83,6 +84,7 @@ class Load:
             raise InputError("there are no prompts; give --suite with a name or a file")
 
 
+@on_every_rank
 @grouped
 def bench(
     load: Load,
@@ -148,17 +150,16 @@ def bench(
     is 1. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.measure.modes import AUTO, verify_length
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.models.needs import check_pair
 
     check_new(json_file)
     check_plot(plot)
-    check_kernels(kernels)
     if rows:
         if load != Load() or draft_model is not None or live or plot is not None:
             raise InputError(ROWS_ALONE)
+        check_pair(model, None)
         products(model, json_file)
         return
     load.check(live, plot is not None)
@@ -168,16 +169,21 @@ def bench(
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
     for mode in modes:
         verify_length(mode)
+    alone = rows or live or load.concurrency is not None or any("mlx-lm" in m for m in modes)
+    if alone and leads.get() is not None:
+        raise InputError("several machines are measured with plain, auto and fixed:N only")
     check_pair(model, draft_model)  # before large imports, so that it is said at once
     messages = [QUESTION]
     if load.suite is not None:
         messages = load_suite(load.suite, load.limit, lambda line: typer.echo(line, err=True))
 
+    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
     from dspine_mlx.cli.bench_steps import verify_steps
     from dspine_mlx.cli.bench_tables import draw, draw_loads
     from dspine_mlx.cli.pair import chosen
 
+    check_kernels(kernels)
     settings = {
         "prompts": len(messages),
         "max_tokens": load.max_tokens,
@@ -197,7 +203,7 @@ def bench(
             results = [watch(pair, messages[0], load.max_tokens)]
         else:
             results = list(one_by_one(pair, modes, messages, positions, settings))
-            found = verify_steps(pair, results)
+            found = verify_steps(pair, results) if leads.get() is None else {}
         if plot is not None and results:
             draw(results, plot, pair.drafter)
     write(json_file, document(settings, results) | found)

@@ -10,7 +10,8 @@ import typer
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.bench_live import live
 from dspine_mlx.cli.bench_tables import show_batches, show_depth
-from dspine_mlx.cli.pair import loading, measure_costs
+from dspine_mlx.cli.pair import load_here, loading, measure_costs
+from dspine_mlx.cli.ranks import leads
 from dspine_mlx.cli.screen import tracked
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, load_drafter, resolve
@@ -52,8 +53,8 @@ def load_pair(
     skipped."""
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
     with loading(model, draft_model):
-        if model is None or draft_model is None:
-            target, tokenizer, drafter = load(model, draft_model, kernels=kernels)
+        if model is None or draft_model is None or leads.get() is not None:
+            target, tokenizer, drafter = load_here(model, draft_model, kernels=kernels)
         else:
             if draft_model != LOOKUP:  # fail on a wrong name; a misfit is only reported
                 read_config(resolve(draft_model))
@@ -62,7 +63,9 @@ def load_pair(
                 drafter = load_drafter(draft_model, target, kernels=kernels)
             except InputError as error:
                 reason = str(error)
-    if drafter is not None and AUTO in modes:
+    if drafter is not None and drafter.plain:
+        modes = [PLAIN]
+    elif drafter is not None and AUTO in modes:
         measure_costs(drafter)
     if drafter is None:
         modes = [mode for mode in modes if verify_length(mode) is None]

@@ -8,6 +8,7 @@ import typer
 
 from dspine_mlx.cli.options import DraftOption, JsonOption, TargetOption
 from dspine_mlx.cli.output import check_new, check_plot
+from dspine_mlx.cli.ranks import on_every_rank
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dspine_mlx.verify_length.fit import Fit
 
 
+@on_every_rank
 def calibrate(
     model: TargetOption = None,
     draft_model: DraftOption = None,
@@ -72,9 +74,8 @@ def calibrate(
         if name is not None
     ]
 
-    from dspine_mlx.cli.pair import chosen, loading
+    from dspine_mlx.cli.pair import chosen, load_here, loading
     from dspine_mlx.cli.plots import About, reliability
-    from dspine_mlx.load import load
     from dspine_mlx.verify_length.store import (
         calibration_path,
         describe,
@@ -84,7 +85,7 @@ def calibrate(
 
     draft_model = chosen(model, draft_model)
     with loading(model, draft_model):
-        target, tokenizer, drafter = load(model, draft_model)
+        target, tokenizer, drafter = load_here(model, draft_model)
     if drafter is None or not drafter.config.num_proposals:
         raise InputError("there is no drafter to calibrate; give --draft-model")
     fits = fit_all((target, tokenizer, drafter), suites, temperatures, max_tokens)

@@ -17,9 +17,11 @@ from dspine_mlx.cli.options import (
     parse_verify_length,
 )
 from dspine_mlx.cli.prompting import parse_object
+from dspine_mlx.cli.ranks import on_every_rank
 from dspine_mlx.errors import InputError
 
 
+@on_every_rank
 @grouped
 def chat(
     pair: Pair,
@@ -32,17 +34,12 @@ def chat(
     seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=SAMPLING)] = 0,
     max_kv_size: MaxKvSizeOption = None,
     prefill_step_size: PrefillStepOption = 2048,
-    pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Refused: drafting is for one machine.", hidden=True)
-    ] = False,
 ) -> None:
     """Chat with a model. Drafted tokens are coloured; /help lists the commands.
 
     Enter sends a message, Alt-Enter or Ctrl-J starts a new line. Ctrl-C ends an answer, Ctrl-D the
     chat. Messages are kept in ~/.cache/dspine-mlx/chat-history, for the arrow keys.
     """
-    if pipeline:
-        raise InputError("--pipeline can't be used: drafting is for one machine; see mlx_lm.chat")
     length = parse_verify_length(pair.verify_length)
     template = parse_object("--chat-template-args", chat_template_args)
     from dspine_mlx.models.needs import check_pair

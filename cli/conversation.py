@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import takewhile
 from typing import Any, Protocol
 
 import mlx.nn as nn
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.drafters.drafter import Drafter
@@ -14,9 +12,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.load import check_context
 from dspine_mlx.round.statistics import GenerationResponse
-from dspine_mlx.target.prompt_cache import PromptCaches
-
-TURNS = 2  # copies of earlier states that are kept of caches that can't be trimmed
+from dspine_mlx.target.turns import Turns
 
 
 class Template(Protocol):
@@ -55,13 +51,19 @@ class Conversation:
     def reset(self) -> None:
         """Forget all messages but the system's."""
         self.messages: list[dict[str, str]] = []
-        self.earlier = PromptCaches(max_size=TURNS)
-        self.start_cache()
-
-    def start_cache(self) -> None:
-        self.cache = make_prompt_cache(self.model, self.max_kv_size)
-        self.tokens: list[int] = []
+        self.turns = Turns(self.model, self.max_kv_size)
         self.text: str | None = ""
+        if self.drafter is not None:
+            self.drafter.verifier.ranks.share(do="reset", max_kv_size=self.max_kv_size)
+
+    @property
+    def cache(self) -> list[Any]:
+        return self.turns.cache
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the caches hold."""
+        return self.turns.tokens
 
     def prompt(self, message: str) -> tuple[str, list[int]]:
         """The text that asks for an answer to the message, and its tokens that are not cached."""
@@ -74,22 +76,7 @@ class Conversation:
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         if not tokens:
             raise InputError("the chat template makes nothing of this message; write another")
-        return text, self.go_back(tokens)
-
-    def go_back(self, tokens: list[int]) -> list[int]:
-        """Take the caches back to what they have in common with these tokens; the rest of them."""
-        pairs = zip(self.tokens, tokens[:-1], strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if common == len(self.tokens):
-            return tokens[common:]
-        if can_trim_prompt_cache(self.cache):
-            trim_prompt_cache(self.cache, len(self.tokens) - common)
-        else:
-            cache, rest = self.earlier.fetch_nearest_cache("", tokens)
-            self.start_cache()
-            self.cache, common = cache or self.cache, len(tokens) - len(rest) if cache else 0
-        self.tokens = tokens[:common]
-        return tokens[common:]
+        return text, self.turns.go_back(tokens)
 
     def answer(
         self,
@@ -102,7 +89,8 @@ class Conversation:
         However it ends, the yielded text is what the conversation goes on from.
         """
         prompt, new = self.prompt(message)
-        check_context(self.config, len(self.tokens) + len(new))
+        turns = self.turns
+        check_context(self.config, len(turns.tokens) + len(new))
         done = 0
 
         def progress(n: int, total: int) -> None:
@@ -113,16 +101,17 @@ class Conversation:
 
         if self.drafter is not None:
             stops = self.tokenizer.eos_token_ids
-            options["prompt_checkpoints"] = self.earlier.checkpoints(
-                "", [*self.tokens, *new], new, stops
+            options["prompt_checkpoints"] = turns.checkpoints(new, stops)
+            self.drafter.verifier.ranks.share(
+                do="turn", tokens=[*turns.tokens, *new], stops=sorted(stops)
             )
         responses = stream_generate(
             self.model,
             self.tokenizer,
             new,
             self.drafter,
-            prompt_cache=self.cache,
-            cached_tokens=self.tokens,
+            prompt_cache=turns.cache,
+            cached_tokens=turns.tokens,
             prompt_progress_callback=progress,
             **options,
         )
@@ -141,11 +130,11 @@ class Conversation:
             return
         finally:
             if ids:
-                self.tokens += [*new, *ids]
+                turns.tokens += [*new, *ids]
                 self.text = prompt + reply + ended
                 self.messages += [
                     {"role": "user", "content": message},
                     {"role": "assistant", "content": reply},
                 ]
             else:  # not all of the prompt was read
-                self.tokens, self.text = self.tokens + new[:done], None
+                turns.tokens, self.text = turns.tokens + new[:done], None

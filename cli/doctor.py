@@ -17,9 +17,12 @@ def doctor(
     Gives advice where there is something to do. The exit status is 1 if something does not work (a
     PROBLEM), and 0 with notes only.
     """
+    from dspine_mlx.group.meet import follows
     from dspine_mlx.measure.doctor import PROBLEM, examine
 
     findings = list(examine())
+    if follows():  # rank 0 speaks for the group
+        raise typer.Exit(0)
     sound = all(finding.status != PROBLEM for finding in findings)
     if as_json:
         typer.echo(json.dumps({"sound": sound, "findings": [asdict(f) for f in findings]}))

@@ -21,6 +21,8 @@ from dspine_mlx.cli.options import (
     parse_verify_length,
 )
 from dspine_mlx.cli.prompting import Prompting, read_prompt
+from dspine_mlx.cli.ranks import leads, on_every_rank
+from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
     from dspine_mlx.round.statistics import GenerationResponse
@@ -87,6 +89,7 @@ class Output:
     )
 
 
+@on_every_rank
 @grouped
 def generate(
     pair: Pair,
@@ -153,6 +156,8 @@ def generate(
         arguments.check_seed(seed)
         mx.random.seed(seed)
     saved = None
+    if prompt_cache_file is not None and leads.get() is not None:
+        raise InputError("--prompt-cache-file can't be used on several machines; leave it out")
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, pair.model, cache.kv_bits, cache.kv_group_size)
         pair = replace(pair, model=saved.model)
@@ -189,7 +194,8 @@ def present(responses: "Iterator[GenerationResponse]", output: Output, rounds: l
     from dspine_mlx.cli import summary
 
     if output.as_json:
-        typer.echo(json.dumps(summary.report(responses)))
+        group = leads.get()
+        typer.echo(json.dumps(summary.report(responses, 1 if group is None else group.size)))
         return
     last, interrupted = summary.show(responses, output.show_accepted)
     if rounds:

@@ -13,14 +13,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.arguments import check_top_k, vocabulary_of
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.options import Pair
+from dspine_mlx.cli.ranks import leads
 from dspine_mlx.cli.screen import working
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, resolve
 from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
 from dspine_mlx.models.needs import AUTO, is_here
 from dspine_mlx.round.sampler import Sampler, never_excluded
 from dspine_mlx.verify_length.schedule import prepare
+
+REFUSED = {"--adapter-path": "adapter_path", "--quantize-activations": "model_config"}  # in a group
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Loaded:
     ) -> None:
         """Read or measure what steps cost, if the verify length needs that. explain: called with a
         line for every round."""
-        if self.drafter is not None and length == AUTO:
+        if self.drafter is not None and not self.drafter.plain and length == AUTO:
             measure_costs(self.drafter, profile, explain)
 
     def check_sampler(self, sampler: Sampler) -> None:
@@ -82,6 +86,21 @@ def measure_costs(
         prepare(drafter, profile=profile, explain=explain)
 
 
+def load_here(
+    model: str | None, draft_model: str | None, **options: Any
+) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
+    """`dspine_mlx.load`, or this machine's part if it leads several."""
+    group = leads.get()
+    if group is None:
+        return load(model, draft_model, **options)
+    for flag, name in REFUSED.items():
+        if options.pop(name, None):
+            raise InputError(f"{flag} can't be used on several machines; leave it out")
+    if model is None:
+        model, draft_model = str(DEMO / "target"), draft_model or str(DEMO / "drafter")
+    return group.load(model, draft_model, **options)
+
+
 def load_pair(
     pair: Pair,
     length: int | str,
@@ -96,7 +115,7 @@ def load_pair(
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
     model = model or str(DEMO / "target")  # to be looked up without a drafter
     with loading(model, draft_model):
-        target, tokenizer, drafter = load(
+        target, tokenizer, drafter = load_here(
             model,
             draft_model,
             kernels=pair.kernels,
@@ -106,6 +125,6 @@ def load_pair(
             | {"trust_remote_code": pair.trust_remote_code},
             model_config=model_config or {},
         )
-    if drafter is None and length != 0:
+    if draft_model is None and length != 0:
         typer.echo(f"No drafter: plain decoding. {hint(model or '')}.", err=True)
     return Loaded(str(model), target, tokenizer, drafter)

@@ -49,8 +49,8 @@ def drafted_style(screen: Console) -> Style:
     return Style(underline=True) if screen.no_color else Style(color="green")
 
 
-def report(responses: "Iterator[GenerationResponse]") -> dict[str, Any]:
-    """The JSON object that --json prints."""
+def report(responses: "Iterator[GenerationResponse]", ranks: int = 1) -> dict[str, Any]:
+    """The JSON object that --json prints. ranks: machines that have made the text."""
     text, tokens = "", []
     for last in responses:
         text += last.text
@@ -72,7 +72,7 @@ def report(responses: "Iterator[GenerationResponse]") -> dict[str, Any]:
         "peak_memory_gb": last.peak_memory,
         "finish_reason": last.finish_reason,
         "verdict": statistics.verdict,
-        "ranks": 1,
+        "ranks": ranks,
     }
 
 

@@ -91,7 +91,7 @@ def load(
 
 def load_drafter(
     path: str | Path,
-    model: nn.Module,
+    model: nn.Module | Target,
     *,
     revision: str | None = None,
     kernels: str = "auto",
@@ -110,13 +110,15 @@ def load_drafter(
     draft_quant: 4 or 8: pack the drafter's large matrices to that many bits; None: leave them as
     they come.
     """
-    check_model(model)
+    if not isinstance(model, Target):
+        check_model(model)
     check_draft_quant(draft_quant)
     check_kernels(kernels)
     if path == LOOKUP:
         return lookup_drafter(model, kernels)
     chosen = Kernels("off" if kernels == "off" else "auto")
-    folder, target = resolve(path, revision), Target(model)
+    folder = resolve(path, revision)
+    target = model if isinstance(model, Target) else Target(model)
     checkpoint = open_checkpoint(folder)
     check_target(checkpoint.config, target)
     if not states_rope_theta(checkpoint.raw):
@@ -127,15 +129,16 @@ def load_drafter(
     return drafter
 
 
-def lookup_drafter(model: nn.Module, kernels: str = "auto") -> Drafter:
+def lookup_drafter(model: nn.Module | Target, kernels: str = "auto") -> Drafter:
     """A drafter without a network, whose rounds offer only copies of earlier text."""
-    target = Target(model)
+    target = model if isinstance(model, Target) else Target(model)
     settle_verify_kernels(target, kernels, COPIED)
     return Drafter(LookupOnly(), target, target)
 
 
 def settle_verify_kernels(target: Target, mode: str, offered: int) -> None:
     """Choose the kernels that multiply the rows of this target's verify forwards."""
+    target.ranks.share(do="kernels", mode=mode, proposals=offered)
     with same_random_state():
         found = prepare(target, mode, range(2, offered + 2), store.cache_folder())
     target.verify_kernels = found

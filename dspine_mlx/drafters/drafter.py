@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,10 +39,16 @@ class Drafter:
     folder: Path | None = None  # that it was loaded from
     schedule: "Schedule | None" = None  # what "auto" has learnt; made at first use
     misfit: Misfit = field(default_factory=Misfit)  # of all its texts
+    plain: ClassVar[bool] = False  # texts are decoded plainly, whatever is asked for
 
     @property
     def config(self) -> DrafterConfig:
         return self.network.config
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose outputs it reads."""
+        return self.config.target_layer_ids
 
     @property
     def most_offered(self) -> int:

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,6 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
+from dspine_mlx.group.in_step import plain_in_step
+from dspine_mlx.group.no_drafter import NoDrafter
+from dspine_mlx.group.target import LeadTarget
 from dspine_mlx.load import resolve
 from dspine_mlx.measure.clock import LEAST_TOKENS, Clock, mlx_lm_speculative
 from dspine_mlx.measure.modes import AUTO, MLX_LM, PLAIN, verify_length
@@ -46,6 +49,11 @@ def untimed(done: int, total: int) -> None:
 def make_run(mode: str, pair: Models) -> Run:
     """Make the run of a mode: plain, auto, fixed:N or mlx-lm-draft:MODEL."""
     length = verify_length(mode)
+    lead = pair.drafter.verifier if pair.drafter is not None else None
+    if mode == PLAIN and isinstance(lead, LeadTarget):  # mlx-lm's own, on all machines
+        return lambda prompt, n, progress: plain_in_step(
+            lead, pair.tokenizer, prompt, pair.sampler, progress, max_tokens=n
+        )
     if mode == PLAIN:
         return lambda prompt, n, progress: mlx_lm.stream_generate(
             pair.model,
@@ -214,7 +222,15 @@ def divergence_margin(
     pair: Models, prompt: list[int], plain: list[int], n: int, other: int
 ) -> float:
     """Measure how far plain decoding preferred its token n over the other one, in nats."""
-    _, logprobs = next(generate_step(mx.array([*prompt, *plain[:n]]), pair.model, max_tokens=1))
+    before = [*prompt, *plain[:n]]
+    if pair.drafter is not None and isinstance(pair.drafter.verifier, LeadTarget):
+        none = NoDrafter(pair.drafter.verifier)
+        with closing(
+            stream_generate(pair.model, pair.tokenizer, before, none, max_tokens=1, verify_length=0)
+        ) as responses:
+            logprobs = next(responses).logprobs
+    else:
+        _, logprobs = next(generate_step(mx.array(before), pair.model, max_tokens=1))
     return (logprobs[plain[n]] - logprobs[other]).item()
 
 

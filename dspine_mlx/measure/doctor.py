@@ -4,16 +4,19 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
+from dspine_mlx.group.channel import HEAD, ROOM
 from dspine_mlx.load import load
 from dspine_mlx.measure.kernels_on_file import (
     check_in_words,
@@ -30,6 +33,8 @@ from dspine_mlx.verify_length.on_file import calibrations_on_file, costs_on_file
 from dspine_mlx.verify_length.store import load_calibrations
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+BACKENDS = ("jaccl", "ring", "mpi", "nccl")  # of mlx.distributed
+ROUND_TRIPS = 50
 BANDWIDTH = {  # GB/s as Apple publishes them; the larger where a name has two
     "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
     "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
@@ -65,6 +70,7 @@ def examine() -> Iterator[Finding]:
     yield from packages()
     yield from incompatibilities()
     yield from device()
+    yield from group()
     yield from pair()
     yield from verify_rows()
     yield from on_file()
@@ -130,6 +136,30 @@ def device() -> Iterator[Finding]:
     advice = "sudo sysctl iogpu.wired_limit_mb=N raises it, at the cost of other programs"
     yield Finding("GPU memory", OK, f"{working:.0f} GiB usable, wired limit {limit}", advice)
     yield from limits_of(chip)
+
+
+def group() -> Iterator[Finding]:
+    """The machines that mlx.launch has started this on, or what could connect some."""
+    ranks = mx.distributed.init()
+    backends = [b for b in BACKENDS if mx.distributed.is_available(b)]
+    if ranks.size() < 2:
+        able = ", ".join(backends) or "none"
+        yield Finding("group", OK, f"one process; backends for several machines: {able}")
+        return
+    seconds = [round_trip(ranks) for _ in range(ROUND_TRIPS)]
+    detail = (
+        f"{ranks.size()} ranks on {' or '.join(backends)}; a message to all takes "
+        f"{1e6 * median(seconds):.0f} us (median of {ROUND_TRIPS})"
+    )
+    yield Finding("group", OK, detail, "its network has no authentication: keep it private")
+
+
+def round_trip(ranks: mx.distributed.Group) -> float:
+    """Seconds of one message, as before each forward."""
+    message = mx.zeros((HEAD + ROOM,), mx.int32)
+    begun = time.perf_counter()
+    mx.eval(mx.distributed.all_sum(message, group=ranks))
+    return time.perf_counter() - begun
 
 
 def limits_of(chip: str) -> Iterator[Finding]:

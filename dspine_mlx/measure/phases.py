@@ -139,3 +139,4 @@ def prefilled(models: Models, drafter: Drafter, prompt: list[int]) -> Iterator[T
         for _ in text.prefill(mx.array(prompt), PREFILL):
             pass
         yield text
+        text.rollback.end()

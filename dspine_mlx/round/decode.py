@@ -64,6 +64,9 @@ def decode(
             yield token
             if text.closed:
                 raise RuntimeError("another generation has taken over this one's prompt_cache")
+    except RuntimeError as error:
+        text.ranks.note(error)
+        raise
     finally:
         with mx.stream(stream):
             text.settle()

@@ -20,7 +20,7 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
     it, and the backlog of features keeps the drafter's cache up to date.
     """
     text.roll_back()
-    token, logprobs = step(text, text.anchor)
+    token, logprobs = step(text, text.anchor, more=budget > 1)
     text.fed_pending()
     depth = text.position
     while budget > 0:
@@ -30,6 +30,7 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
         if budget == 1 or not policy.parked or copy_due(text, policy, depth):
             read = picked(token.item(), logprobs.size)
             text.pending = token
+            text.ranks.arrived()
             text.note([read])
             yield read, logprobs, False
             return
@@ -37,8 +38,9 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
             draft, _ = propose(text, token, policy)
             policy.start_probe(draft)
         started = time.perf_counter()
-        following = step(text, token)
+        following = step(text, token, more=budget > 2)
         read = picked(token.item(), logprobs.size)
+        text.ranks.arrived()
         text.note([read])
         policy.plain_token(read, logprobs, started, depth)
         text.rows = 1  # the token's own, as it is yielded
@@ -56,13 +58,14 @@ def copy_due(text: Text, policy: Policy, depth: int) -> bool:
     return copy is not None and policy.copy_pays(copy, depth, running=1)
 
 
-def step(text: Text, token: mx.array) -> tuple[mx.array, mx.array]:
+def step(text: Text, token: mx.array, more: bool) -> tuple[mx.array, mx.array]:
     """A forward over one token [1]: the token after it [1] and its logprobs [V], both started.
+    more: the next step feeds that token.
 
     The features are not started here: their layers are evaluated anyway.
     """
     fed = within(token, text.drafter.target.vocab_size, text.sampler)
-    logprobs = normalised(text.processed(text.feed(fed)))
+    logprobs = normalised(text.processed(text.feed(fed, more=more)))
     sampled, row = text.sampler(logprobs), logprobs.squeeze(0)
     mx.async_eval(sampled, row)
     return sampled, row

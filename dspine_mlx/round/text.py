@@ -19,7 +19,6 @@ from dspine_mlx.round.select import Draft, Stops
 from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.round.user_code import permitted
 from dspine_mlx.target.kv_quantization import KVQuantization
-from dspine_mlx.target.rollback import Rollback
 
 Token = tuple[int, mx.array, bool]  # id, logprobs [V], whether the drafter proposed it
 Checkpoints = Mapping[int, Callable[[list[Any]], None]]  # by the number of prompt tokens
@@ -53,7 +52,8 @@ class Text:
         self.kv.check(self.cache)
         self.claim_cache()
         self.context = DraftContext(self.drafter, self.prompt_cache[own:])
-        self.rollback = Rollback(self.cache, self.drafter.target.model)
+        self.ranks = self.drafter.verifier.ranks
+        self.rollback = self.drafter.verifier.rollback(self.cache, self.kv, self.drafter.taps)
         self.no_features = self.drafter.no_features()
         self.history = mx.array([], mx.uint32)  # tokens fed so far, for processors and filter
         self.pending: mx.array | None = None
@@ -110,6 +110,7 @@ class Text:
             self.checkpoint()
             self.context.checkpoint()
             mx.eval([c.state for c in self.prompt_cache])
+            self.ranks.arrived()
             mx.clear_cache()
             if end in checkpoints:
                 checkpoints[end](self.prompt_cache)
@@ -122,11 +123,12 @@ class Text:
         if self.lookup is not None:
             self.lookup.add(tokens)
 
-    def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
-        """The target's logits [n, V] after each of the tokens [n]."""
+    def feed(self, tokens: mx.array, eager_taps: bool = False, more: bool = False) -> mx.array:
+        """The target's logits [n, V] after each of the tokens [n]. more: the token after them will
+        be fed alone."""
         self.fed = tokens
-        self.rollback.feeding(tokens.size)
-        taps = self.drafter.config.target_layer_ids
+        self.rollback.feeding(tokens.size, more)
+        taps = self.drafter.taps
         logits, self.features = self.drafter.target.forward(tokens, self.cache, taps, eager_taps)
         return logits
 
@@ -170,6 +172,7 @@ class Text:
     def keep(self, accepted: mx.array, following: int, logits: TargetLogits) -> list[Token]:
         """Take in the block that a round made: accepted tokens [n] and the one that follows, up to
         one that ends the text. Features are cut to the rows of the anchor and the n tokens."""
+        self.ranks.arrived()
         n, tokens = len(accepted), [*accepted.tolist(), following]
         end = next((i for i, token in enumerate(tokens) if token in self.stops), n)
         logprobs = logits.logprobs(end + 1)
@@ -216,8 +219,11 @@ class Text:
         if self.closed:
             return
         self.closed = True
-        if not self.kept:
-            return
+        if self.kept and not self.ranks.lost:
+            self.bring_caches_to_text()
+        self.rollback.end()
+
+    def bring_caches_to_text(self) -> None:
         self.roll_back()
         if self.pending is not None:
             self.feed(self.pending)

@@ -11,11 +11,10 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub.constants import HF_HUB_CACHE
 from mlx_lm import server as host
 
-from dspine_mlx.errors import InputError
+from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.server.connections import Connections, Server
 from dspine_mlx.server.generator import ResponseGenerator
 from dspine_mlx.server.handler import Handler
@@ -50,9 +49,10 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
     prompt_cache = PromptCache(provider, *cache_limits(provider.cli_args))
     generator = ResponseGenerator(provider, prompt_cache, options)
     host.stream_generate = generator.stream_generate
-    host.BatchGenerator = generator.batch_generator
-    if mx.distributed.init().rank() > 0:
-        return generator.join()
+    host.BatchGenerator = generator.batching.batch_generator
+    if provider.group is not None and provider.group.follows:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the others
+        return generator.follow()
     if options.api_key is None and reachable(address):
         logging.warning(f"anyone who reaches {address}:{port} can use this server: set --api-key")
     on_sigterm(signal.default_int_handler)
@@ -61,6 +61,8 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
     except KeyboardInterrupt:
         pass  # before the server loop, which catches its own
     except GenerationEnded as ended:
+        if provider.group is not None and not generator.load_failure:
+            raise LostRank("this group's server has ended; the log above says why") from ended
         raise InputError(generator.load_failure) if generator.load_failure else ended from None
     except OSError as error:
         raise InputError(f"can't listen on {address}:{port}: {error.strerror}") from error

@@ -4,6 +4,7 @@ import select
 import socket
 import time
 from contextvars import ContextVar
+from copy import copy
 from queue import Queue
 from threading import Lock
 from typing import Any, Literal
@@ -54,9 +55,10 @@ class Call:
         self.shared_steps = self.shared_texts = 0  # steps in a batch, and texts in them
         self.failure: Failed | None = None
 
-    def __reduce__(self) -> tuple[type["Call"], tuple[None, int | str, str | None]]:
-        """Pickle only the settings, for other ranks of a distributed server."""
-        return Call, (None, self.verify_length, self.grammar)
+    def __reduce__(self) -> tuple[type["Call"], tuple[Any, ...], dict[str, Any]]:
+        """Pickle only the settings, for other ranks of a group."""
+        settings = (None, self.verify_length, self.grammar)
+        return Call, settings, {"path": self.path, "tools": self.tools, "reasoning": self.reasoning}
 
     def fail(self, failure: Failed) -> Failed:
         """Give the request up; the generation thread stops at its next token or prompt chunk."""
@@ -206,8 +208,8 @@ class Heartbeat:
 class Reply:
     """The queue back to a request's HTTP thread; it records what passes through."""
 
-    def __init__(self, queue: Queue, call: Call, calls: "Calls"):
-        self.queue, self.call, self.calls = queue, call, calls
+    def __init__(self, queue: Queue, call: Call, calls: "Calls", in_group: bool = False):
+        self.queue, self.call, self.calls, self.in_group = queue, call, calls, in_group
         self.ended = False
 
     def put(self, item: Any) -> None:
@@ -217,6 +219,8 @@ class Reply:
         if isinstance(item, host.GenerationContext):
             if self.call.context is not None:  # of a reply that is resumed
                 return
+            if self.in_group and self.call.path != "batched":
+                item = copy(item)  # mlx_lm fails on a stop of the context itself
             self.call.context = item
         elif isinstance(item, host.Response):
             self.call.take(item)

@@ -1,12 +1,10 @@
 """mlx_lm.server's ResponseGenerator, whose requests are drafted for: alone or together."""
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
@@ -15,10 +13,12 @@ from mlx_lm import server as host
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
-from dspine_mlx.batch.generation import why_alone
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError
+from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.generate import stream_generate as draft_generate
+from dspine_mlx.group.target import LeadTarget, PartOfTarget
+from dspine_mlx.load import same_random_state
+from dspine_mlx.server.batching import Batching
 from dspine_mlx.server.call import Call, Calls, Reply, serving
 from dspine_mlx.server.decoding import (
     Arguments,
@@ -31,19 +31,25 @@ from dspine_mlx.server.decoding import (
     reasoning,
     try_sampling,
 )
-from dspine_mlx.server.drafting_batch import DraftingBatch
 from dspine_mlx.server.failure import CLIENT_GONE, Failed, failed
 from dspine_mlx.server.grammar import constraint
 from dspine_mlx.server.images import image_parts
-from dspine_mlx.server.job import Job, job_of
+from dspine_mlx.server.in_group import (
+    STOP,
+    Stopped,
+    check_group,
+    followed,
+    led,
+    next_item,
+    shareable,
+)
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.prompts import BoundedTokenizer
-from dspine_mlx.server.provider import DEFAULT, Provider
+from dspine_mlx.server.provider import Provider
 from dspine_mlx.server.stops import ReplyText
 
-STOCK: Any = host.BatchGenerator  # before that name is rebound
 ONE_STEP = (None,)  # in place of mlx_lm's half a second between two looks for new requests
 POLL = 0.1  # seconds between two checks of a waiting client's connection
 
@@ -58,7 +64,7 @@ class ResponseGenerator(host.ResponseGenerator):
         self.metrics = Metrics()
         self.load_failure: str | None = None
         self.again: deque[tuple] = deque()  # requests of a batch that failed
-        self.batch: Callable[[], DraftingBatch | None] = lambda: None  # a weak reference
+        self.batching = Batching(provider, prompt_cache, options, self.calls)
         super().__init__(provider, prompt_cache)
         if not self._is_distributed:
             self._time_budget: Any = ONE_STEP
@@ -98,8 +104,6 @@ class ResponseGenerator(host.ResponseGenerator):
         is loaded)."""
         provider = self.model_provider
         provider.check_names(args.model)
-        if self._is_distributed:  # the other ranks do this themselves
-            return
         provider.download(args.model)
         tokenizer = provider.loaded_tokenizer(args.model)
         if tokenizer is not None and not any(image_parts(request.messages)):
@@ -116,8 +120,6 @@ class ResponseGenerator(host.ResponseGenerator):
             raise InputError(f"this request can't be made a prompt: {error}") from error
 
     def _await_response(self, response_queue: Queue) -> Any:
-        if self._is_distributed:  # one rank can't give up alone
-            return super()._await_response(response_queue)
         call = serving.get()
         while True:
             if call.disconnected():
@@ -149,14 +151,17 @@ class ResponseGenerator(host.ResponseGenerator):
     def ended(self) -> bool:
         return not self._generation_thread.is_alive()
 
+    def follow(self) -> None:
+        """A rank other than 0: serve in step with it until it stops; `LostRank` if it is lost."""
+        self.join()
+        if self._generation_failed:
+            raise LostRank("this rank of the group has failed; the log above says why")
+
     def stop_and_join(self) -> None:
         """Stop within STOP_SECONDS; `ended` says whether the thread has ended."""
-        if self._is_distributed:
-            return super().stop_and_join()
         self.calls.close(Failed(503, "the server is stopping"))
         self._stop = True
         self._generation_thread.join(STOP_SECONDS)
-        return None
 
     # ---- in the generation thread
 
@@ -169,11 +174,15 @@ class ResponseGenerator(host.ResponseGenerator):
         while not self._stop:
             try:
                 super()._generate()
+            except Stopped:
+                break
             except Exception as error:  # of some request in a batch
                 if self._is_distributed or not self.calls.taken:
                     raise
                 logging.exception("a batch failed; its requests go on one by one")
                 self.take_up(error)
+        if self._is_distributed and self._rank == 0:
+            self._share_object(STOP)
         mx.clear_streams()  # at the thread's end they would race with the end of the process
 
     def take_up(self, error: Exception) -> None:
@@ -193,89 +202,62 @@ class ResponseGenerator(host.ResponseGenerator):
         self.calls.heart.beat()
         if self.again:
             return self.again.popleft()
-        item = super()._next_request(timeout)
-        if item is None:
-            return None
-        queue, request, args = item
-        reply = args.call.reply = Reply(queue, args.call, self.calls)
-        if args.call.failure is not None:  # its client has gone
+        if self._is_distributed:
+            return self.next_in_step(timeout)
+        item = next_item(self.requests, timeout)
+        return None if item is None else self.accepted(*item)
+
+    def accepted(
+        self, queue: Queue, request: host.CompletionRequest, args: Arguments
+    ) -> tuple | None:
+        """A request on its way to be served, or None if its client has gone."""
+        reply = args.call.reply = Reply(queue, args.call, self.calls, self._is_distributed)
+        if args.call.failure is not None:
             reply.put(args.call.failure)
             return None
-        self.choose_path(args)
+        self.batching.choose_path(args, self._is_batchable)
         return self.calls.take(reply, request, args)
 
-    def choose_path(self, args: Arguments) -> None:
-        """Choose the drafter whose batch a request joins; None is mlx_lm's own batch. A request
-        that can't be batched is decoded in turn."""
-        call = args.call
-        wanted = self.model_provider.draft_for(args.model)
-        call.drafted = wanted is not None and call.verify_length != 0
-        for draft in self.batches_for(args, wanted):
-            args.model = replace(args.model, draft=draft)
-            if self._is_batchable(args):
-                if draft is None:
-                    call.path, call.drafted = "batched", False
-                return  # a drafting batch says how its texts are decoded
-        call.path = "speculative" if call.drafted else "plain"
-        args.model = replace(args.model, draft=wanted if call.drafted else None)
+    def next_in_step(self, timeout: float | None) -> tuple | None:
+        """The next request on every rank of a group, as rank 0 has accepted it."""
+        part = self.model_provider.part
+        check_group(part)
+        if part is not None:  # until the next call, whatever comes between
+            part.channel.watchdog.arm()
+        if self._rank > 0:
+            shared = self._share_object(None)
+            if shared == STOP:
+                raise Stopped
+            return None if shared is None else (Queue(), *shared)
+        item = next_item(self.requests, timeout)
+        taken = None if item is None else self.accepted(*item)
+        if taken is not None and not self.readable(*taken):
+            taken = None
+        self._share_object(None if taken is None else (taken[1], shareable(taken[2])))
+        return taken
 
-    def batches_for(self, args: Arguments, wanted: str | None) -> list[str | None]:
-        """Drafters of batches that a request may join, the best first.
-
-        A batch at work takes all requests for its model, so that none has to wait: whoever drafts,
-        a text is the target's own, and one without a drafter is never drafted for. Otherwise
-        mlx_lm's batches serve those without a drafter, and several requests of a pair that drafts
-        for one text at a time.
-        """
-        provider, own = self.model_provider, args.call.verify_length
-        if self.drafting:
-            return [wanted, provider.model_key[2]]
-        if self.plain_batch:
-            return [None, wanted]
-        if wanted is None or own == self.options.verify_length == 0:
-            return [None, wanted or provider.draft_for(replace(args.model, draft=DEFAULT))]
-        loaded = provider.loaded_drafter(replace(args.model, draft=wanted)) is not None
-        busy = loaded and len(self.calls) > 1
-        return [wanted, None] if busy or not args.call.drafted else [wanted]
-
-    @property
-    def drafting(self) -> bool:
-        """Whether requests are at work that share a drafter."""
-        batch = self.batch()
-        return batch is not None and bool(batch.jobs)
-
-    @property
-    def plain_batch(self) -> bool:
-        """Whether a batch of mlx_lm's own is at work."""
-        running = [args for *_, args in self.calls.in_progress()]
-        return any(args.call.path == "batched" and args.model.draft is None for args in running)
+    def readable(self, reply: Reply, request: host.CompletionRequest, args: Arguments) -> bool:
+        """Whether a request has a prompt that can be decoded; if not, it gets the error."""
+        tokenizer = self.model_provider.tokenizer
+        try:
+            args.prepared = tokenizer, self._tokenize(tokenizer, request, args)
+        except Exception as error:  # noqa: BLE001  # as in mlx_lm's own loops
+            reply.put(error)
+            return False
+        return True
 
     def _is_batchable(self, args: Arguments) -> bool:
         if args.call.alone:
             return False
         if args.model.draft is None:
             return args.call.grammar is None and super()._is_batchable(args)
-        drafter = self.model_provider.loaded_drafter(args.model)
-        together = drafter is not None and why_alone(drafter) is None
-        return together and self.cli_args.kv_bits is None
-
-    def batch_generator(self, model: Any, **options: Any) -> Any:
-        """Stand-in for mlx_lm's BatchGenerator, for the model that was loaded last."""
-        drafter = self.model_provider.draft_model
-        if drafter is None:
-            return STOCK(model, **options)
-        keep = partial(self.prompt_cache.insert_cache, self.model_provider.model_key)
-        batch = DraftingBatch(drafter, self.options, self.new_job, keep, **options)
-        self.batch = weakref.ref(batch)
-        return batch
-
-    def new_job(self, uid: int, **request: list[Any]) -> Job:
-        """The request that has just been tokenised."""
-        return job_of(uid, self.arriving, self.model_provider, self.prompt_cache, request)
+        return not self._is_distributed and self.batching.possible(args)
 
     def _tokenize(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> Any:
         call, provider = args.call, self.model_provider
-        self.arriving = args
+        self.batching.arriving = args
+        if self._rank > 0 and args.prepared is not None:
+            return args.prepared[1]  # rank 0's
         provider.release()
         if args.prepared is not None and args.prepared[0] is tokenizer:
             prompt, *others = args.prepared[1]
@@ -283,7 +265,8 @@ class ResponseGenerator(host.ResponseGenerator):
             prompt, *others = self.tokenized(tokenizer, request, args)
         check_prompt(prompt, args, provider)
         if provider.vocab_size is not None:
-            try_sampling(prompt, args, tokenizer, provider.vocab_size)
+            with same_random_state():
+                try_sampling(prompt, args, tokenizer, provider.vocab_size)
         call.tools = bool(request.tools)
         call.reasoning = reasoning(
             "reasoning" in others, bool((args.chat_template_kwargs or {}).get("enable_thinking"))
@@ -295,7 +278,7 @@ class ResponseGenerator(host.ResponseGenerator):
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
         """Make mlx_lm's state machine for a request; stop strings are found in the text instead."""
         ends, machine = super()._make_state_machine(model_key, tokenizer, [])
-        call = self.arriving.call
+        call = self.batching.arriving.call
         if call.text is None and (stop_words or call.tokens):
             call.text = ReplyText(stop_words, ends, tokenizer.detokenizer)
             for token in call.tokens:
@@ -318,7 +301,13 @@ class ResponseGenerator(host.ResponseGenerator):
     ) -> Generator[GenerationResponse, None, None]:
         """Stand-in for mlx_lm's stream_generate, called by `_serve_single`."""
         args, call = self.current, self.current.call
-        options |= {"max_tokens": max_tokens, "prompt_progress_callback": checked(call, options)}
+        part = self.model_provider.part
+        if part is not None and options.get("input_embeddings") is None:
+            yield from self.in_group(part, tokenizer, prompt, draft_model, max_tokens, options)
+            return
+        if part is None:
+            options["prompt_progress_callback"] = checked(call, options)
+        options["max_tokens"] = max_tokens
         grammar = constraint(call, tokenizer)
         if call.tokens and args.seed is not None:  # resumed, after so many draws
             sampler = own_sampler(args, tokenizer, grammar)
@@ -337,7 +326,41 @@ class ResponseGenerator(host.ResponseGenerator):
             del options["prompt_cache"][self.model_provider.target_caches :]
             tokens = plain_generate(model, tokenizer, prompt, **options)
         with closing(tokens):
-            yield from observed(tokens, call)
+            yield from tokens if part is not None else observed(tokens, call)
+
+    def in_group(
+        self,
+        part: PartOfTarget,
+        tokenizer: Any,
+        prompt: list[int],
+        drafter: Drafter | None,
+        max_tokens: int,
+        options: dict[str, Any],
+    ) -> Iterator[Any]:
+        """One text on several machines: rank 0's, which the others follow."""
+        args, call = self.current, self.current.call
+        checkpoints: dict[int, Any] = {}
+        if call.path == "speculative":
+            whole = args.prepared[1][0] if args.prepared is not None else prompt
+            checkpoints = self.prompt_cache.checkpoints(
+                self.model_provider.model_key, whole, prompt, tokenizer.eos_token_ids
+            )
+        if not isinstance(part, LeadTarget):
+            yield from followed(part, prompt, options | {"checkpoints": checkpoints})
+            return
+
+        def make() -> Generator[GenerationResponse, None, None]:
+            grammar = constraint(call, tokenizer)
+            given = drafting(options, args, tokenizer, grammar)
+            if grammar is not None:
+                given["logits_processors"] = [*given["logits_processors"], grammar]
+            if call.path != "speculative":
+                given["verify_length"] = 0
+            given |= {"max_tokens": max_tokens, "prompt_progress_callback": checked(call, options)}
+            given |= {"lookup": self.options.lookup, "prompt_checkpoints": checkpoints}
+            return draft_generate(part.model, tokenizer, prompt, drafter, **given)
+
+        yield from observed(led(part, make), call)
 
 
 def answered(responses: Iterator[host.Response], call: Call) -> Iterator[host.Response]:

@@ -26,6 +26,7 @@ class Options:
     max_connections: int = 128  # half of them per address
     head_seconds: float = 10.0  # from a connection to its request's head
     idle_timeout: float = 60.0  # seconds a client may take over a body, or over one write
+    patience: float = 300.0  # seconds to wait for another machine of a group before all end
     stall_seconds: float = 300.0  # without a step, after which /health says so
 
     @property
@@ -148,6 +149,14 @@ def parser() -> argparse.ArgumentParser:
         default=int(Options.stall_seconds),
         help="/health says 503 when generation has made no step for so long (default: %(default)s)",
     )
+    flags.add_argument(
+        "--patience",
+        type=positive,
+        metavar="S",
+        default=int(Options.patience),
+        help="on several machines: seconds to wait for another one before all end "
+        "(default: %(default)s)",
+    )
     return flags
 
 
@@ -175,5 +184,6 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
         allow_private_images=known.allow_private_images,
         max_connections=known.max_connections,
         stall_seconds=known.stall_seconds,
+        patience=known.patience,
     )
     return options, rest

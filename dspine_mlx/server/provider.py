@@ -18,7 +18,13 @@ from dspine_mlx.batch.generation import why_alone
 from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
-from dspine_mlx.load import DEMO, load_drafter, read_config, resolve
+from dspine_mlx.group.jobs import Jobs
+from dspine_mlx.group.meet import meet
+from dspine_mlx.group.no_drafter import NoDrafter
+from dspine_mlx.group.shards import check_part, check_rollback, see_whole
+from dspine_mlx.group.target import LeadTarget, PartOfTarget
+from dspine_mlx.group.watchdog import LOADING
+from dspine_mlx.load import DEMO, load_drafter, read_config, resolve, same_random_state
 from dspine_mlx.models.choose import choose, hint
 from dspine_mlx.models.fit import check_configs
 from dspine_mlx.models.needs import AUTO, LOOKUP
@@ -40,14 +46,18 @@ class Provider(host.ModelProvider):
 
     def __init__(self, cli_args: Namespace, options: Options):
         check_flags(cli_args)
+        self.group = meet(False, options.patience)
+        follows = self.group is not None and self.group.follows
+        if self.group is not None:
+            self.group.pipeline = cli_args.pipeline
+            check_group_flags(cli_args)
         if cli_args.model is None:
-            default_pair(cli_args)
-        elif cli_args.draft_model in (None, AUTO):
+            default_pair(cli_args, quiet=follows)
+        elif cli_args.draft_model in (None, AUTO) and not follows:
             automatic_drafter(cli_args)
         super().__init__(cli_args)
-        if self.is_distributed and cli_args.draft_model is not None:
-            raise InputError("drafting is for one machine; start without --draft-model")
         self.options = options
+        self.part: PartOfTarget | None = None  # of a group's target
         self.model_key: Any  # (model, adapter, drafter)
         self.model: Any
         self.drafters: dict[str, Drafter] = {}  # of the loaded target, the last one used
@@ -61,7 +71,7 @@ class Provider(host.ModelProvider):
 
     def reset(self) -> None:
         super().reset()
-        self.drafters = {}
+        self.drafters, self.part = {}, None
 
     def target_key(self) -> tuple[str, str | None]:
         return self.model_key[:2]
@@ -69,8 +79,9 @@ class Provider(host.ModelProvider):
     # ---- in the HTTP threads
 
     def allowed(self, param: str) -> set[str] | None:
-        """Names allowed in a field of a request (model, draft_model or adapters); None: any."""
-        named = self.options.allow_models
+        """Names allowed in a field of a request (model, draft_model or adapters); None: any. A
+        group keeps the model that it was started with."""
+        named = self.options.allow_models if self.group is None or param != "model" else ()
         if named is None:
             named = () if reachable(self.cli_args.host) else (ANY,)
         if ANY in named:
@@ -125,8 +136,6 @@ class Provider(host.ModelProvider):
 
     def draft_for(self, wanted: host.ModelDescription) -> str | None:
         """A request's drafter: its own, or the command line's with the command line's model."""
-        if self.is_distributed:
-            return None
         if wanted.draft != DEFAULT:
             return wanted.draft
         model = self._model_map.get(wanted.model, wanted.model)
@@ -149,8 +158,14 @@ class Provider(host.ModelProvider):
             self.model_key = (*self.target_key(), None)
         with self.busy():
             loaded = super().load(model_path, adapter_path, None)
-            if draft is not None:
-                self.draft_model = self.drafter(draft)
+            if self.part is not None and self.part.channel.rank > 0:
+                follow_loading(self.part, self.tokenizer)
+            else:
+                with loading(self.part):
+                    if draft is not None:
+                        self.draft_model = self.drafter(draft)
+                    elif isinstance(self.part, LeadTarget):
+                        self.draft_model = NoDrafter(self.part)
         self.model_key = (*self.target_key(), draft)
         return loaded
 
@@ -167,6 +182,9 @@ class Provider(host.ModelProvider):
             raise UnknownModel(f"there is no adapter folder {adapter_path}", "adapters")
         if self.model is not None:
             check_memory(folder)
+        if self.group is not None:
+            self.load_part(model_path)
+            return
         successor = STOCK(self.cli_args)
         try:
             check_config(config)
@@ -175,6 +193,30 @@ class Provider(host.ModelProvider):
         except Exception as error:  # mlx_lm may raise anything on a bad checkpoint
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UnknownModel(f"{model_path} can't be loaded: {reason}") from error
+        self.succeed(successor, config, caches)
+
+    def load_part(self, model_path: str) -> None:
+        """This rank's part of a target; `UnknownModel` on every rank if one can't load it."""
+        assert self.group is not None
+        channel, problem = self.group.channel, ""
+        check_part(model_path, channel, self.group.pipeline)
+        successor = STOCK(self.cli_args)
+        try:
+            with same_random_state():
+                successor._load(model_path, None, None)
+        except Exception as error:  # noqa: BLE001  # mlx_lm may raise anything
+            problem = f"{model_path} can't be loaded: {' '.join(str(error).split())}"
+        channel.agree(problem, LOADING)
+        caches = len(make_prompt_cache(successor.model))
+        self.succeed(successor, read_config(resolve(model_path)), caches)
+        kind = PartOfTarget if self.group.follows else LeadTarget
+        self.part = kind(successor.model, channel)
+        check_rollback(self.part)
+        if not self.group.follows:
+            see_whole(self.part, model_path)
+
+    def succeed(self, successor: Any, config: dict[str, Any], caches: int) -> None:
+        """Take over what another provider has loaded."""
         text = config | (config.get("text_config") or {})
         self.reset()
         self.model, self.tokenizer = successor.model, successor.tokenizer
@@ -188,7 +230,8 @@ class Provider(host.ModelProvider):
     def drafter(self, path: str) -> Drafter:
         if path not in self.drafters:
             try:
-                drafter = load_drafter(path, self.model, kernels=self.options.kernels)
+                target = self.model if self.part is None else self.part
+                drafter = load_drafter(path, target, kernels=self.options.kernels)
                 auto = self.options.verify_length == "auto"
                 prepare(drafter, profile=self.options.profile and auto)
                 if why_alone(drafter) is None:
@@ -215,7 +258,41 @@ class Provider(host.ModelProvider):
             self.loading = False
 
 
-def default_pair(cli_args: Namespace) -> None:
+@contextmanager
+def loading(part: PartOfTarget | None) -> Iterator[None]:
+    """On rank 0 of a group: within the block the others do what loading a drafter asks of them, and
+    fail with it."""
+    if part is None:
+        yield
+        return
+    part.channel.watchdog.disarm()  # it may take long
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        part.group.share(do="done", failed=failed)
+
+
+def follow_loading(part: PartOfTarget, tokenizer: Any) -> None:
+    """The others' side of `loading`."""
+    part.channel.watchdog.disarm()
+    if Jobs(part, tokenizer).run()["failed"]:
+        raise FieldError("draft_model", "rank 0 can't load the drafter")
+
+
+def check_group_flags(cli_args: Namespace) -> None:
+    """Refuse flags that a group can't serve with."""
+    if cli_args.adapter_path is not None:
+        raise InputError("--adapter-path can't be used on several machines; leave it out")
+    if cli_args.prompt_cache_bytes is not None:
+        raise InputError(
+            "--prompt-cache-bytes can't be used on several machines, which would drop different "
+            "caches; limit them with --prompt-cache-size"
+        )
+
+
+def default_pair(cli_args: Namespace, quiet: bool = False) -> None:
     """Use the pair that ships with the package if there is no --model."""
     if cli_args.draft_model == LOOKUP:
         cli_args.model = str(DEMO / "target")
@@ -226,9 +303,10 @@ def default_pair(cli_args: Namespace) -> None:
             "was trained for"
         )
     cli_args.model, cli_args.draft_model = str(DEMO / "target"), str(DEMO / "drafter")
-    logging.warning(
-        "no --model was given: serving the small demonstration pair that ships with dspine-mlx"
-    )
+    if not quiet:
+        logging.warning(
+            "no --model was given: serving the small demonstration pair that ships with dspine-mlx"
+        )
 
 
 def automatic_drafter(cli_args: Namespace) -> None:

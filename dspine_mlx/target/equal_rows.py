@@ -93,14 +93,16 @@ class Compared:
         rollback.checkpoint()
         with rollback.verifying(drafted), self.verifying(width):
             logits = self.target.model(drafted[None], cache=cache)[0]
-        if not mx.array_equal(logits, mx.stack(self.rows[:width])):
+        agreed = self.target.ranks.agreed
+        if not agreed(same(logits, mx.stack(self.rows[:width]))):
             return "logits"
-        if not same_states(cache, self.apart):
+        if not agreed(same_states(cache, self.apart)):
             return "caches"
         kept = (width + 1) // 2
         rollback.accept(kept)
         for row in range(kept, min(kept + FOLLOWING, width)):
-            if not mx.array_equal(one_row(self.target, self.tokens[row], cache), self.rows[row]):
+            following = one_row(self.target, self.tokens[row], cache)
+            if not agreed(same(following, self.rows[row])):
                 return "logits after a rollback"
         return ""
 
@@ -118,7 +120,11 @@ def same_states(a: list[Any], b: list[Any]) -> bool:
         if type(one) in COMPARED
         for (_, x), (_, y) in zip(tree_flatten(one.state), tree_flatten(other.state), strict=True)
     ]
-    return all(x is y or mx.array_equal(x, y) for x, y in pairs)  # None where a slot is empty
+    return all(x is y or same(x, y) for x, y in pairs)  # None where a slot is empty
+
+
+def same(x: mx.array, y: mx.array) -> bool:
+    return mx.array_equal(x, y).item()
 
 
 def differing_widths(target: Target, widths: Iterable[int]) -> frozenset[int]:

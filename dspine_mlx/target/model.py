@@ -14,6 +14,9 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import Lookup
 from dspine_mlx.metal.transition import PACKED_BITS
 from dspine_mlx.target.given_cache import Layout, target_layout
+from dspine_mlx.target.kv_quantization import KVQuantization
+from dspine_mlx.target.ranks import Alone, Ranks
+from dspine_mlx.target.rollback import Rollback
 
 # Where mlx-lm's models keep the decoder stack, and what the stack calls its embedding.
 BODIES = (("model",), ("language_model", "model"), ("backbone",))
@@ -77,7 +80,7 @@ class Target:
     layers: its decoder layers. embed(ids) -> [..., d]: the raw embedding, without the model's own
     scale. head(states) -> [..., V]: the raw LM head, without soft-capping. hidden_size d,
     vocab_size V and dtype (of activations) are read off the embedding. The model is not changed.
-    verify_kernels: used in verify forwards only.
+    verify_kernels: used in verify forwards only. ranks: who else has a part of it.
     """
 
     def __init__(self, model: nn.Module):
@@ -91,6 +94,7 @@ class Target:
         self.vocab_size, self.hidden_size = weight_shape(self.embed)
         self.dtype = self.embed(mx.array([0])).dtype
         self.verify_kernels: VerifyKernels = StockKernels()
+        self.ranks: Ranks = Alone()
         self._tapped = Tapped()
         self._recording = {cls: recording(cls, self._tapped) for cls in set(map(type, self.layers))}
 
@@ -177,6 +181,11 @@ class Target:
             logits = self.model(tokens if several else tokens[None], cache=cache)
         features = self._tapped.features([self.layers[i] for i in ids]) if ids else nothing(tokens)
         return logits if several else logits[0], features
+
+    def rollback(self, cache: list[Any], kv: KVQuantization, ids: tuple[int, ...]) -> Rollback:
+        """The rollback of a new text's caches. kv: how they are quantised; ids: the taps of its
+        forwards."""
+        return Rollback(cache, self.model)
 
     def states(self, tokens: mx.array, ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
         """Run tokens [S, n] without a cache. Returns the normalised last states [S, n, d], which

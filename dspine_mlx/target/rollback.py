@@ -143,8 +143,9 @@ class Rollback:
         for mark in self.marks:
             mark.advance_one()
 
-    def feeding(self, rows: int) -> None:
-        """Prepare the caches for a forward over so many rows."""
+    def feeding(self, rows: int, more: bool = False) -> None:
+        """Prepare the caches for a forward over so many rows. more: one row will follow, and keep
+        these."""
         if rows > 1:
             for mark in self.marks:
                 if isinstance(mark, WindowMark):
@@ -178,6 +179,22 @@ class Rollback:
                 mark.keep_first(rows)
         if partly:  # start now, while the next forward is being built
             mx.async_eval([m.cache.cache for m in self.recurrent])
+
+    def deepen(self, depth: int) -> None:
+        """Fill the attention caches up to depth positions, to time steps there."""
+        deepen(self.cache, depth)
+
+    def end(self) -> None:
+        """The text is over: nothing more is fed."""
+
+
+def deepen(cache: list[Any], depth: int) -> None:
+    """Fill attention caches up to depth positions; their contents don't affect the times."""
+    for c in leaves(cache):
+        if type(c) in (KVCache, RotatingKVCache) and c.offset < depth:
+            B, heads, _, size = c.keys.shape
+            rows = mx.zeros((B, heads, depth - c.offset, size), c.keys.dtype)
+            c.update_and_fetch(rows, mx.zeros((*rows.shape[:3], c.values.shape[3]), rows.dtype))
 
 
 def leaves(cache: list[Any] | tuple[Any, ...]) -> Iterator[Any]:

@@ -279,10 +279,11 @@ def prepare(
     other bits than plain decoding anyway.
     """
     machine, asked = Machine.here(), frozenset(widths)
-    if mode == "auto" and not machine.metal and blas_differs():
+    alike = mode != "auto" or target.ranks.agreed(machine.metal or not blas_differs())
+    if not alike:
         machine = replace(machine, differing=asked)
         kernels = RowKernels(target, Race(mode, machine), folder)
-        if kernels.lacks(asked):  # testing the target takes seconds
+        if not target.ranks.agreed(not kernels.lacks(asked)):  # testing the target takes seconds
             machine = replace(machine, differing=differing_widths(target, asked))
     kernels = RowKernels(target, Race(mode, machine, newest=newest), folder)
     kernels.settle(asked)

@@ -8,12 +8,13 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import select
+from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.target.model import VerifyKernels
-from dspine_mlx.target.rollback import Rollback, leaves
+from dspine_mlx.target.rollback import deepen
 from dspine_mlx.verify_length.costs import Curve
 
 DEPTHS = (64, 2048)  # context positions at which a curve is measured
@@ -44,6 +45,7 @@ def measure(drafter: Drafter, seconds: float = SECONDS) -> Curve:
     some = sorted({1, 2, (1 + len(all_widths)) // 2, len(all_widths)})
     low = timer.medians(DEPTHS[0], all_widths, 0.7 * seconds)
     high = timer.medians(DEPTHS[1], some, 0.3 * seconds)
+    timer.rollback.end()
     slopes = np.interp(all_widths, some, [max(0.0, high[w] - low[w]) for w in some])
     return Curve(
         DEPTHS,
@@ -64,14 +66,15 @@ class StepTimer:
         self.kernels = kernels or self.target.verify_kernels
         self.cache = make_prompt_cache(self.target.model)
         self.draft_cache = drafter.make_cache()
-        self.rollback = Rollback(self.cache, self.target.model)
+        self.rollback = drafter.verifier.rollback(self.cache, KVQuantization(), drafter.taps)
         self.forward(8)
         drafter.extend(self.features, self.draft_cache)
 
-    def forward(self, width: int, eager_taps: bool = False) -> mx.array:
+    def forward(self, width: int, eager_taps: bool = False, more: bool = False) -> mx.array:
         tokens = mx.zeros((width,), mx.uint32)
+        self.rollback.feeding(width, more)
         logits, self.features = self.target.forward(
-            tokens, self.cache, self.drafter.config.target_layer_ids, eager_taps
+            tokens, self.cache, self.drafter.taps, eager_taps
         )
         return mx.argmax(logits, axis=-1)
 
@@ -96,23 +99,19 @@ class StepTimer:
     def plain(self, tokens: int = PLAIN) -> None:
         """Decode tokens plainly, pipelined: the next forward runs while a token is read."""
         self.rollback.checkpoint()
-        following = self.forward(1)
+        following = self.forward(1, more=tokens > 1)
         mx.async_eval(following)
-        for _ in range(tokens - 1):
-            token, following = following, self.forward(1)
+        for left in range(tokens - 2, -1, -1):
+            token, following = following, self.forward(1, more=left > 0)
             mx.async_eval(following)
             mx.eval(token)
         mx.eval(following)
         self.rollback.accept(0)
 
     def deepen(self, depth: int) -> None:
-        """Fill the attention caches up to depth positions; their contents don't affect the
-        times."""
-        for c in leaves([*self.cache, *self.draft_cache]):
-            if type(c) in (KVCache, RotatingKVCache) and c.offset < depth:
-                B, heads, _, size = c.keys.shape
-                rows = mx.zeros((B, heads, depth - c.offset, size), c.keys.dtype)
-                c.update_and_fetch(rows, mx.zeros((*rows.shape[:3], c.values.shape[3]), rows.dtype))
+        """Fill the attention caches up to depth positions."""
+        self.rollback.deepen(depth)
+        deepen(self.draft_cache, depth)
         mx.eval([c.state for c in self.draft_cache])
 
     def medians(self, depth: int, widths: list[int], seconds: float) -> dict[int | str, float]:

@@ -103,7 +103,7 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
 def policy_for(
     verify_length: int | str | Policy, drafter: Drafter, sampler: SamplerFunction
 ) -> Policy:
-    if drafter.target.verify_kernels.width_limit < 2:
+    if verify_length == 0 or drafter.plain or drafter.target.verify_kernels.width_limit < 2:
         return Fixed(0)
     if isinstance(verify_length, int) and not drafter.config.num_proposals:
         return FixedCopies(verify_length) if verify_length else Fixed(0)

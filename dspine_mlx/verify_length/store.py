@@ -126,6 +126,7 @@ def pair_key(drafter: Drafter) -> dict[str, str]:
         "rows": str(drafter.most_offered + 1),
     }
     kernels = drafter.target.verify_kernels.digest
+    key |= drafter.verifier.ranks.key
     return key | {"kernels": kernels} if kernels else key
 
 
@@ -137,7 +138,7 @@ def calibration_key(drafter: Drafter) -> dict[str, str]:
     values = [drafter.network.norm.weight, drafter.network.hidden_norm.weight]
     return {
         "format": FORMAT,
-        "target": structure(drafter.target.model, dtypes=False),
+        "target": drafter.verifier.ranks.structure or structure(drafter.target.model, dtypes=False),
         "drafter": structure(drafter.network, dtypes=False),
         "values": digest([value.astype(mx.float32).tolist() for value in values]),
     }

@@ -40,6 +40,7 @@ from tests.support.serving import Server, start, wait_until_up
 CHAT = "/v1/chat/completions"
 LONGEST = 24  # tokens of a reply
 ROUND = 20  # requests, or four per client, whose references are made before they are sent
+PATIENCE = 600.0  # seconds, after which a reply will not come: a machine may be busy
 NAMES = ("Tom", "Maria", "Ada", "Lin", "Omar", "Eva")
 THINGS = ("apples", "toys", "books", "stamps", "coins", "shells")
 STEPS = (
@@ -241,7 +242,7 @@ class Soak:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(300)
+            thread.join(PATIENCE)
         if any(thread.is_alive() for thread in threads):
             self.wrong.append("a client is stuck")
 
@@ -274,9 +275,10 @@ def soak(folder: Path, seed: int, seconds: float, requests: int, clients: int) -
     flags = ["--model", str(target), "--draft-model", str(drafter), "--no-profile"]
     flags += ["--prompt-cache-bytes", room, "--prompt-cache-size", "6", "--log-level", "WARNING"]
     server = start("dspine_mlx.server", folder, *flags)
+    server.patience = PATIENCE
     try:
         reference = Reference(target)
-        wait_until_up(server)
+        wait_until_up(server, PATIENCE)
         draw, work = Draw(rng, others, reference), Soak(server, reference)
         size = max(ROUND, 4 * clients)
         work.round(draw, min(size, requests), clients)  # warm up: caches, pools, other models
@@ -285,7 +287,7 @@ def soak(folder: Path, seed: int, seconds: float, requests: int, clients: int) -
             work.round(draw, min(size, requests - sum_of(work)), clients)
         after = state_of(server)
         server.process.terminate()
-        status = server.process.wait(30)
+        status = server.process.wait(120)
     finally:
         server.process.kill()
         server.process.wait(30)

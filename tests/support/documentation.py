@@ -16,7 +16,7 @@ from dspine_mlx.load import DEMO
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 # Written behind a fence's language, where no reader sees it: ```bash needs="a network"
-NEEDS = {"a Mac", "a network", "a process of its own", "time"}
+NEEDS = {"a Mac", "several Macs", "a network", "a process of its own", "time"}
 PLACEHOLDERS = {  # names in the documentation, and what they stand for in tests
     "mlx-community/Qwen3-8B-4bit": str(DEMO / "target"),
     "TARGET": str(DEMO / "target"),

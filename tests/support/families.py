@@ -250,7 +250,7 @@ def drafter_config(model: nn.Module, **changes: Any) -> DrafterConfig:
         "vocab_size": target.vocab_size,
         "block_size": 8,
         "mask_token_id": MASK,
-        "target_layer_ids": (0, len(target.layers) - 2),
+        "target_layer_ids": (0, max(0, len(target.layers) - 2)),
     }
     return DrafterConfig(**config | changes)
 

@@ -117,12 +117,21 @@ def pip_understands(arguments: list[str]) -> None:
 
 
 def ours(words: list[str]) -> list[str] | None:
-    """The arguments, if the words call dspine-mlx."""
+    """The arguments, if the words call dspine-mlx, on one machine or by mlx.launch."""
+    words = launched(words)
     return words[1:] if Path(words[0]).name == "dspine-mlx" else None
+
+
+def launched(words: list[str]) -> list[str]:
+    """The command that mlx.launch starts on every machine; others as they are."""
+    if words[0] != "mlx.launch":
+        return words
+    return words[words.index("--") + 1 :]
 
 
 def parse_words(words: list[str]) -> bool:
     """Check a command's options; whether it is a command that is known here."""
+    words = launched(words)
     if (arguments := ours(words)) is not None:
         understood(arguments)
     elif Path(words[0]).name == "python" and words[1] == "-m" and "." in words[2]:

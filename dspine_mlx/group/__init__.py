@@ -1,0 +1,1 @@
+"""One target on several machines, on mlx.distributed: rank 0 decides, the others follow."""

@@ -1,0 +1,82 @@
+"""Ends a process that waits too long for another rank.
+
+MLX waits without Python's lock, so a thread can end the process whatever the backend does: JACCL
+never reports a lost peer, and a stopped process is lost to nobody.
+"""
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SECONDS = 300.0  # that a rank waits for the others within a text
+LOADING = 3600.0  # that ranks with their part loaded wait for the others
+LOOK = 0.2  # between two looks at the clock
+# A process of its own: MLX holds Python's lock while it connects.
+MEET = (
+    "import os, select, sys\n"
+    "if not select.select([0], [], [], float(sys.argv[1]))[0]:\n"
+    "    sys.stderr.write(sys.argv[2] + '\\n')\n"
+    "    os.kill(int(sys.argv[3]), 15)\n"
+)
+
+
+class Watchdog:
+    """Armed while this rank waits for others; ends the process when `seconds` have passed."""
+
+    def __init__(self, rank: int, size: int, seconds: float = SECONDS):
+        self.rank, self.size, self.seconds = rank, size, seconds
+        self.limit, self.deadline = seconds, math.inf
+        self.thread: threading.Thread | None = None
+
+    def arm(self, seconds: float | None = None) -> None:
+        """Start to wait, from now on."""
+        self.limit = self.seconds if seconds is None else seconds
+        self.deadline = time.monotonic() + self.limit
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.watch, daemon=True)
+            self.thread.start()
+
+    def disarm(self) -> None:
+        """What was waited for has come."""
+        self.deadline = math.inf
+
+    @contextmanager
+    def watching(self, seconds: float | None = None) -> Iterator[None]:
+        self.arm(seconds)
+        try:
+            yield
+        finally:
+            self.disarm()
+
+    def watch(self) -> None:
+        while time.monotonic() < self.deadline:
+            time.sleep(LOOK)
+        print(
+            f"dspine-mlx: rank {self.rank} of {self.size} has waited {self.limit:.0f} seconds for "
+            "another rank, so the group ends",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+@contextmanager
+def meeting(seconds: float) -> Iterator[None]:
+    """Within the block ranks connect; a rank that is alone for so long ends."""
+    said = (
+        f"dspine-mlx: this rank has waited {seconds:.0f} seconds for the others of its group to "
+        "start, so it ends"
+    )
+    command = [sys.executable, "-S", "-E", "-c", MEET, str(seconds), said, str(os.getpid())]
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        watcher.wait()

@@ -1,0 +1,86 @@
+"""Serving on several machines: all ranks take each request, and follow rank 0 through its text.
+
+mlx_lm.server shares every request with all ranks, which look up their prompt caches and batch in
+step. What only rank 0 can know is decided before a request is shared: whether it is still wanted,
+its tokens, and whether it is drafted. A text that is served alone is rank 0's: it may end anywhere.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import replace
+from queue import Empty, Queue
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse
+
+from dspine_mlx.errors import LostRank
+from dspine_mlx.group.follow import Followed, Follower
+from dspine_mlx.group.target import LeadTarget, PartOfTarget
+from dspine_mlx.server.decoding import Arguments
+
+STOP = "stop"
+
+
+class Stopped(Exception):
+    """Rank 0 has stopped serving."""
+
+
+def next_item(requests: Queue, timeout: float | None) -> tuple | None:
+    """Rank 0: a request from the HTTP threads, if there is one."""
+    try:
+        item: tuple = requests.get_nowait() if timeout is None else requests.get(timeout=timeout)
+    except Empty:
+        return None
+    return item
+
+
+def shareable(args: Arguments) -> Arguments:
+    """Arguments without this machine's tokenizer; the tokens themselves go with them. (Images are
+    read by every rank.)"""
+    prepared = args.prepared
+    if prepared is None or prepared[1][-1] is not None:
+        return replace(args, prepared=None)
+    return replace(args, prepared=(None, prepared[1]))
+
+
+def led(
+    target: LeadTarget, make: Callable[[], Generator[GenerationResponse, None, None]]
+) -> Iterator[GenerationResponse]:
+    """Rank 0: a text that the others follow. However it ends, they learn of it, and have its random
+    state, which batches draw from in step."""
+    failed = True
+    try:
+        with closing(make()) as tokens:
+            yield from tokens
+        failed = False
+    except GeneratorExit:
+        failed = False
+        raise
+    finally:
+        if not target.group.lost:
+            target.group.share(do="done", failed=failed, state=mx.random.state[0].tolist())
+
+
+def followed(
+    target: PartOfTarget, prompt: list[int], options: dict[str, Any]
+) -> Iterator[SimpleNamespace]:
+    """The others: the tokens of rank 0's text, once it is over, as `_serve_single` reads them."""
+    job, text = target.channel.receive(), Followed(failed=True)
+    if job["do"] == "text":
+        follower = Follower(target, job, options["prompt_cache"], options["checkpoints"])
+        text = follower.run(options["stream"])
+        job = target.channel.receive()
+    mx.random.state[0][:] = mx.array(job["state"], mx.uint32)
+    if job["failed"] or text.failed:
+        raise RuntimeError("the request has failed on rank 0")
+    logprobs = mx.zeros((target.vocab_size,))
+    for token in text.tokens[len(prompt) :]:
+        yield SimpleNamespace(text="", token=token, logprobs=logprobs, finish_reason=None)
+
+
+def check_group(target: PartOfTarget | None) -> None:
+    """Raise `LostRank` if the group has ended meanwhile."""
+    if target is not None and target.group.lost:
+        raise LostRank("another rank is lost, so this group's server ends")

@@ -1,0 +1,49 @@
+"""The other ranks of a target that is split, as generation sees them; one process has none."""
+
+from typing import Any, Protocol
+
+
+class Ranks(Protocol):
+    """Who else has a part of the target.
+
+    size: how many ranks there are. structure: the whole target's, as in `verify_length.store`; ""
+    where this process has all of it. lost: one of them is gone, so nothing may be fed any more.
+    key: identifies the split, for files of times.
+    """
+
+    size: int
+    structure: str
+
+    @property
+    def lost(self) -> bool: ...
+
+    @property
+    def key(self) -> dict[str, str]: ...
+
+    def share(self, **job: Any) -> None:
+        """Tell the others what to do next."""
+
+    def agreed(self, holds: bool) -> bool:
+        """Whether something holds on every rank; all ranks must ask."""
+
+    def arrived(self) -> None:
+        """The newest forward's result has been read: nothing is waited for."""
+
+    def note(self, error: RuntimeError) -> None:
+        """Raise `LostRank` if the error says that another rank is gone."""
+
+
+class Alone:
+    """One process: nobody to tell."""
+
+    size, structure, lost = 1, "", False
+    key: dict[str, str] = {}
+
+    def share(self, **job: Any) -> None: ...
+
+    def agreed(self, holds: bool) -> bool:
+        return holds
+
+    def arrived(self) -> None: ...
+
+    def note(self, error: RuntimeError) -> None: ...

@@ -1,0 +1,94 @@
+"""Drafting that never pays, against mlx-lm's own decoding in the same group.
+
+    python -m tests.bench.group --make /tmp/target
+    mlx.launch -n 2 -- python -m tests.bench.group --model /tmp/target
+
+The drafter has random weights, so every drafted token is lost, and decoding should park. Printed:
+the medians of wall-clock ratios, text by text in turn, of whole calls: `auto` (with a measured
+profile), and decoding that is parked from the start. Both should be at least .95 on an otherwise
+idle machine, with at most as many ranks as half its cores (a rank that waits keeps a core busy).
+"""
+
+import argparse
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.generate import stream_generate
+from dspine_mlx.group.in_step import plain_in_step
+from dspine_mlx.group.meet import leading, meet
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.verify_length.schedule import prepare
+from tests.support.families import build, drafter_config
+from tests.support.ranks import save_target
+from tests.support.tiny import random_prompt
+
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "head_dim": 64}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def seconds(responses: Iterable[Any]) -> float:
+    begun = time.perf_counter()
+    tokens = sum(1 for _ in responses)
+    assert tokens
+    return time.perf_counter() - begun
+
+
+def measure(target: Any, tokenizer: Any, tokens: int, texts: int) -> dict[str, float]:
+    config = drafter_config(target.model, target_layer_ids=(0, len(target.layers) - 2))
+    drafter = DFlash(config).bind(target)
+    mx.eval(drafter.network.parameters())
+    prepare(drafter)
+    ratios: dict[str, list[float]] = {"auto": [], "parked": []}
+    lengths: dict[str, int | str] = {"auto": "auto", "parked": 0}
+    for seed in range(texts + 1):  # the first warms up
+        prompt = random_prompt(64, seed)
+        options: dict[str, Any] = {"max_tokens": tokens}
+        for mode, found in ratios.items():
+            plain = seconds(plain_in_step(target, tokenizer, prompt, Sampler(), **options))
+            ours = seconds(
+                stream_generate(
+                    target.model,
+                    tokenizer,
+                    prompt,
+                    drafter,
+                    verify_length=lengths[mode],
+                    lookup=False,
+                    **options,
+                )
+            )
+            found.append(plain / ours)
+    return {mode: median(found[1:]) for mode, found in ratios.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--make", type=Path, help="write a random target here, and do nothing else")
+    parser.add_argument("--model")
+    parser.add_argument("--pipeline", action="store_true")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--texts", type=int, default=5)
+    args = parser.parse_args()
+    if args.make is not None:
+        save_target(
+            build("qwen3_moe", **SIZES, **HEADS, mlp_only_layers=list(range(16))), args.make, 2
+        )
+        return
+    group = meet(args.pipeline)
+    assert group is not None, "start this with mlx.launch -n 2"
+    if group.follows:
+        group.follow(args.model, {"trust_remote_code": False})
+    with leading(group):
+        _, tokenizer, none = group.load(args.model, None, {"trust_remote_code": False})
+        found = measure(none.verifier, tokenizer, args.tokens, args.texts)
+    for mode, ratio in found.items():
+        print(f"{mode}: {ratio:.3f} of the speed of mlx-lm's own decoding in this group")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Commands of two processes: what rank 0 prints, and that the other prints nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import Ended, Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+TURNS = "Tom buys 4 boxes of 6 pens. How many pens?\nAnd 3 boxes?\n/reset\nAnd 2 boxes?\n/quit\n"
+
+
+def command(n: int, words: list[str], folder: Path, typed: str = "") -> list[Ended]:
+    """The ranks of a command that reads from rank 0's standard input."""
+    lines = folder / "typed"
+    lines.write_text(typed)
+    return Ranks([["-m", "dspine_mlx.cli", *words]] * n, folder, lines).end()
+
+
+def test_a_chat_goes_on_from_turn_to_turn(tmp_path: Path) -> None:
+    words = ["chat", "-m", "20", "--verify-length", "5"]
+    lead, other = command(2, words, tmp_path, TURNS)
+    (alone,) = command(1, words, tmp_path, TURNS)
+    assert lead.out == alone.out
+    assert lead.out.count("\n") >= 3
+    assert [(e.status, e.said) for e in (lead, other)] == [(0, []), (0, [])]
+    assert other.out == ""
+
+
+def test_bench_compares_with_mlx_lms_own_decoding_in_the_group(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a b c\n")
+    found = tmp_path / "found.json"
+    words = ["bench", "--suite", str(tmp_path / "prompts.txt"), "-m", "12", "--repeat", "1"]
+    words += ["--compare", "fixed:4", "--json", str(found)]
+    lead, other = command(2, words, tmp_path)
+    assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
+    (result,) = json.loads(found.read_text())["results"]
+    plain, fixed = result["ways"]
+    assert (plain["way"], fixed["way"]) == ("plain", "fixed:4")
+    assert fixed["identical"] == fixed["texts"] == 1
+    assert result["splits"][0]["rounds"] > 0
+
+
+def test_doctor_describes_the_group(tmp_path: Path) -> None:
+    lead, other = command(2, ["doctor", "--json"], tmp_path)
+    findings = {f["name"]: f["detail"] for f in json.loads(lead.out)["findings"]}
+    assert findings["group"].startswith("2 ranks on ")
+    assert (other.status, other.out) == (0, "")

@@ -1,0 +1,112 @@
+"""python -m tests.support.group_texts JOB.json: texts of one or more targets in a group.
+
+Rank 0 decodes every case plainly by mlx-lm's own means, and with a drafter that is right now and
+then, and writes the tokens; the others write what they followed.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from dspine_mlx.drafters.dflash import DFlash
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.generate import stream_generate
+from dspine_mlx.group.follow import Followed
+from dspine_mlx.group.in_step import plain_in_step
+from dspine_mlx.group.jobs import Jobs
+from dspine_mlx.group.meet import Group, meet
+from dspine_mlx.group.shards import check_rollback, load_part, see_whole
+from dspine_mlx.group.target import LeadTarget, PartOfTarget
+from dspine_mlx.load import settle_verify_kernels
+from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.verify_length.schedule import prepare
+from tests.support.families import drafter_config
+from tests.support.tiny import SCRIPTS, Scripted
+
+
+def layer_bytes(target: PartOfTarget) -> int:
+    layers = [layer for layer in target.layers if layer is not None]
+    return sum(v.nbytes for layer in layers for _, v in tree_flatten(layer.parameters()))
+
+
+class Counted(Jobs):
+    """Keeps what it followed."""
+
+    def text(self, *args: Any, **options: Any) -> Followed:
+        followed = super().text(*args, **options)
+        texts.append(asdict(followed))
+        return followed
+
+
+def decoded(target: LeadTarget, tokenizer: Any, case: dict[str, Any]) -> dict[str, Any]:
+    prompt, length = case["prompt"], case["length"]
+    sampler = Sampler(**case.get("sampler", {}))
+    options = {"max_tokens": case["max_tokens"]} | case.get("options", {})
+    mx.random.seed(7)
+    plain = [r.token for r in plain_in_step(target, tokenizer, prompt, sampler, **options)]
+    taps = (0, len(target.layers) - 2)
+    network = DFlash(drafter_config(target.model, target_layer_ids=taps))
+    drafter: Drafter = Scripted(
+        network, target, target, text=prompt + plain, script=SCRIPTS["now and then"]
+    )
+    if case.get("profile"):  # by drafts of no text
+        drafter = network.bind(target)
+    if "kernels" in case:
+        settle_verify_kernels(target, case["kernels"], 7)
+    if length == "auto":
+        prepare(drafter, profile=case.get("profile", False))
+    mx.random.seed(7)
+    responses = list(
+        stream_generate(
+            target.model,
+            tokenizer,
+            prompt,
+            drafter,
+            sampler=sampler,
+            verify_length=length,
+            **options,
+        )
+    )
+    return {
+        "plain": plain,
+        "tokens": [r.token for r in responses],
+        "rounds": responses[-1].rounds,
+        "width_limit": str(target.verify_kernels.width_limit),
+    }
+
+
+def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
+    model, tokenizer = load_part(job["target"], group.channel, job["pipeline"], {"x": None})
+    if group.follows:
+        target = PartOfTarget(model, group.channel)
+        check_rollback(target)
+        texts.clear()
+        Counted(target, tokenizer).run()
+        return {"bytes": layer_bytes(target), "texts": list(texts)}
+    group.target = lead = LeadTarget(model, group.channel)
+    check_rollback(lead)
+    see_whole(lead, job["target"])
+    results = {name: decoded(lead, tokenizer, case) for name, case in job["cases"].items()}
+    group.part("")
+    return {"bytes": layer_bytes(lead), "cases": results}
+
+
+texts: list[dict[str, Any]] = []
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    jobs = json.loads(path.read_text())
+    group = meet(any(job["pipeline"] for job in jobs.values()), 100)
+    assert group is not None
+    results = {name: run(group, job) for name, job in jobs.items()}
+    path.with_suffix(f".{group.rank}").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Ranks as processes on this machine: a group on 127.0.0.1, each wait with a deadline."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dspine_mlx.load import DEMO
+
+DEADLINE = 240.0  # seconds, for processes that share two cores with others
+
+
+@dataclass
+class Ended:
+    """A rank's exit status and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> list[str]:
+        """Its sentences on standard error."""
+        return [line for line in self.err.splitlines() if "dspine-mlx:" in line]
+
+
+def free_ports(n: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(n)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+class Ranks:
+    """n processes with the same arguments, or each with its own, that make a group."""
+
+    def __init__(self, arguments: Sequence[Sequence[str]], folder: Path, typed: Path | None = None):
+        self.typed = typed  # rank 0's standard input
+        self.folder, hosts = folder, folder / "hosts.json"
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(arguments))]))
+        self.env = os.environ | {
+            "MLX_DISABLE_COMPILE": "1",
+            "HOME": str(folder),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        if len(arguments) > 1:
+            self.env["MLX_HOSTFILE"] = str(hosts)
+        self.processes = [self.start(rank, own) for rank, own in enumerate(arguments)]
+
+    def start(self, rank: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=self.env | ({"MLX_RANK": str(rank)} if "MLX_HOSTFILE" in self.env else {}),
+            stdin=subprocess.DEVNULL if rank or self.typed is None else self.typed.open(),
+            stdout=subprocess.PIPE,
+            stderr=self.err(rank).open("w"),  # a file is never full
+            text=True,
+        )
+
+    def err(self, rank: int) -> Path:
+        return self.folder / f"err-{rank}"
+
+    def end(self, seconds: float = DEADLINE) -> list[Ended]:
+        """Wait for all; whoever has not ended by then is killed, and the test fails."""
+        deadline = time.monotonic() + seconds
+        try:
+            out = [p.communicate(timeout=deadline - time.monotonic())[0] for p in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        return [
+            Ended(process.returncode, out[rank] or "", self.err(rank).read_text())
+            for rank, process in enumerate(self.processes)
+        ]
+
+
+def run_ranks(n: int, arguments: Sequence[str], folder: Path) -> list[Ended]:
+    return Ranks([arguments] * n, folder).end()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def save_target(model: nn.Module, folder: Path, parts: int = 0) -> Path:
+    """A model's folder, with the shipped tokenizer. parts: in so many files, with their index."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(vars(model.args)))
+    weights = sorted(tree_flatten(model.parameters()))
+    if parts:
+        index: dict[str, str] = {}
+        for i in range(parts):
+            name = f"model-{i + 1:05}-of-{parts:05}.safetensors"
+            mx.save_safetensors(str(folder / name), dict(weights[i::parts]))
+            index |= {tensor: name for tensor, _ in weights[i::parts]}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        mx.save_safetensors(str(folder / "model.safetensors"), dict(weights))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((DEMO / "target" / name).read_bytes())
+    return folder

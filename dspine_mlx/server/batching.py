@@ -87,7 +87,7 @@ class Batching:
     def batch_generator(self, model: Any, **options: Any) -> Any:
         """Stand-in for mlx_lm's BatchGenerator, for the model that was loaded last."""
         drafter = self.provider.draft_model
-        if drafter is None:
+        if drafter is None or self.provider.part is not None:  # a group drafts for one text
             return STOCK(model, **options)
         keep = partial(self.prompt_cache.insert_cache, self.provider.model_key)
         batch = DraftingBatch(drafter, self.options, self.new_job, keep, **options)

@@ -50,30 +50,35 @@ class Load:
         ),
     ] = "0"
     concurrency: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Measure the server instead: this many concurrent requests to `dspine-mlx serve` "
-            "on this machine, HTTP included. Tokens per second of all of them together, and the "
-            "time to the first text, of plain decoding in mlx-lm's batches (plain) against "
-            "drafting one request after another (auto, fixed:N). The server's default is to "
-            "batch as soon as there are two.",
+            help="Measure the server instead: so many requests at once to `dspine-mlx serve` on "
+            "this machine, HTTP included; several numbers with commas, such as 1,2,4,8,16. Tokens "
+            "per second of all requests together, time to the first text, and the slowest request, "
+            "of mlx-lm's batches (plain) against drafting for all of them (auto, fixed:N).",
             rich_help_panel=LOAD,
-            min=1,
         ),
     ] = None
     temp: Annotated[
         float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=LOAD, min=0)
     ] = 0.0
 
+    @property
+    def requests(self) -> list[int]:
+        """Numbers of requests at once."""
+        given = self.concurrency
+        return [] if given is None else whole_numbers("--concurrency", given)
+
     def check(self, live: bool, plot: bool) -> None:
         """`InputError` for impossible numbers, and for flags that contradict each other."""
         for flag, number in (("--limit", self.limit), ("--max-tokens", self.max_tokens)):
             if number < 1:
                 raise InputError(f"{flag} is {number}; it must be at least 1")
-        several = self.depths != "0" or plot
-        if self.concurrency is not None and several:
-            raise InputError("--concurrency measures the server, without --depths and --plot")
-        if live and (several or self.concurrency is not None):
+        if self.concurrency is not None and self.depths != "0":
+            raise InputError("--concurrency measures the server, without --depths")
+        if 0 in self.requests:
+            raise InputError(f"--concurrency is {self.concurrency}; each must be at least 1")
+        if live and (plot or self.depths != "0" or self.concurrency is not None):
             raise InputError("--live shows one text, without --concurrency, --depths and --plot")
         if self.suite is None and not live:
             raise InputError("there are no prompts; give --suite with a name or a file")
@@ -126,7 +131,8 @@ def bench(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Also draw the speed-ups into this new PNG (needs matplotlib).",
+            help="Also draw the speed-ups into this new PNG; with --concurrency the tokens per "
+            "second by the number of requests (needs matplotlib).",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -144,17 +150,16 @@ def bench(
     is 1. On a Mac, run as root, also energy.
     Ctrl-C prints what has been measured so far.
     """
-    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.measure.modes import AUTO, verify_length
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.models.needs import check_pair
 
     check_new(json_file)
     check_plot(plot)
-    check_kernels(kernels)
     if rows:
         if load != Load() or draft_model is not None or live or plot is not None:
             raise InputError(ROWS_ALONE)
+        check_pair(model, None)
         products(model, json_file)
         return
     load.check(live, plot is not None)
@@ -172,11 +177,13 @@ def bench(
     if load.suite is not None:
         messages = load_suite(load.suite, load.limit, lambda line: typer.echo(line, err=True))
 
+    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
     from dspine_mlx.cli.bench_steps import verify_steps
-    from dspine_mlx.cli.bench_tables import draw
+    from dspine_mlx.cli.bench_tables import draw, draw_loads
     from dspine_mlx.cli.pair import chosen
 
+    check_kernels(kernels)
     settings = {
         "prompts": len(messages),
         "max_tokens": load.max_tokens,
@@ -186,8 +193,10 @@ def bench(
     }
     found: dict[str, Any] = {}
     names = model, chosen(model, draft_model)
-    if load.concurrency is not None:
-        results = [concurrent(load.concurrency, names, modes, messages, settings)]
+    if load.requests:
+        results = list(concurrent(load.requests, names, modes, messages, settings))
+        if plot is not None and results:
+            draw_loads(results, plot, *names)
     else:
         pair, modes = load_pair(*names, load.temp, [AUTO] if live else modes, kernels)
         if live:

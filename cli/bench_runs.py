@@ -181,13 +181,13 @@ def count(run: Run, max_tokens: int, prompt: list[int]) -> int:
 
 
 def concurrent(
-    requests: int,
+    counts: list[int],
     names: tuple[str | None, str | None],
     modes: list[str],
     messages: list[Messages],
     settings: dict[str, Any],
-) -> dict[str, Any]:
-    """Measure concurrent requests through the server."""
+) -> Iterator[dict[str, Any]]:
+    """Measure so many requests at once, through one server; a result for each number."""
     for mode in modes:
         check_mode(mode)
     model, draft_model = names
@@ -201,15 +201,16 @@ def concurrent(
     if draft_model is None:
         typer.echo("Nothing is drafted: there is no --draft-model", err=True)
         modes = [PLAIN]
-    with serving(model, draft_model, requests, settings["kernels"]) as port:
+    with serving(model, draft_model, max(counts), settings["kernels"]) as port:
         asked = Request(port, settings["max_tokens"], settings["temp"])
-        steps = compare_modes(asked, modes, messages, requests, settings["repeat"])
-        measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])
-    result: dict[str, Any] = {"requests": requests, "ways": [], "dropped": {}}
-    if measured is not None:
-        result["ways"] = [measured.summary(mode) for mode in measured.modes]
-        result["dropped"] = measured.dropped
-        show_batches(result)
-    if not finished:
-        typer.echo(INTERRUPTED if measured else UNMEASURED, err=True)
-    return result
+        for requests in counts:
+            steps = compare_modes(asked, modes, messages, requests, settings["repeat"])
+            measured, finished = run_all(steps, f"{requests} at once", settings["repeat"])
+            if measured is not None:
+                rows = [measured.summary(mode) for mode in measured.modes]
+                result = {"requests": requests, "ways": rows, "dropped": measured.dropped}
+                show_batches(result)
+                yield result
+            if not finished:
+                typer.echo(INTERRUPTED if measured else UNMEASURED, err=True)
+                return

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from dspine_mlx.cli.plots import About, speedups
+from dspine_mlx.cli.plots import About, loads, speedups
 from dspine_mlx.cli.screen import console, print_bars, print_table
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.measure.clock import LEAST_TOKENS
@@ -46,7 +46,7 @@ def show_batches(result: Row) -> None:
     screen = console()
     screen.print(f"\n{result['requests']} requests at once through dspine-mlx serve")
     rows = result["ways"]
-    names = ["", "tokens/s in all", "speed-up", "first text", "of the last", "decoded"]
+    names = ["", "tokens/s in all", "speed-up", "first text", "of the last", "slowest", "decoded"]
     cells = [
         (
             label(row["way"]),
@@ -54,12 +54,15 @@ def show_batches(result: Row) -> None:
             ratio(row),
             milliseconds(row["first_text_seconds"]),
             milliseconds(row["last_first_text_seconds"]),
+            milliseconds(row["slowest_seconds"]),
             ", ".join(f"{path} {n}" for path, n in row["paths"].items()),
         )
         for row in rows
     ]
     print_table(screen, names, cells)
     show_ratios(screen, rows)
+    for row in rows[1:]:
+        screen.print(f"{label(row['way'])}: {row['verdict']}")
     show_dropped(result)
 
 
@@ -136,13 +139,19 @@ def split_rows(splits: Sequence[Row]) -> Cells:
     return names, rows
 
 
-def draw(results: Sequence[Row], plot: Path, drafter: Drafter | None) -> None:
-    shown = [
-        {
-            "depth": result["depth"],
-            "rows": [row | {"label": label(row["way"])} for row in result["ways"]],
-        }
+def labelled(results: Sequence[Row]) -> list[Row]:
+    """Results with the modes' labels, for plots."""
+    return [
+        result | {"rows": [row | {"label": label(row["way"])} for row in result["ways"]]}
         for result in results
     ]
+
+
+def draw(results: Sequence[Row], plot: Path, drafter: Drafter | None) -> None:
     pair = "no drafter" if drafter is None else describe(drafter)
-    speedups(shown, plot, About(pair, device_name()))
+    speedups(labelled(results), plot, About(pair, device_name()))
+
+
+def draw_loads(results: Sequence[Row], plot: Path, model: str | None, drafter: str | None) -> None:
+    pair = f"{model or 'the pair that ships'}, {drafter or 'its own drafter'}"
+    loads(labelled(results), plot, About(pair, device_name()))

@@ -19,7 +19,6 @@ class LastRound:
 
     policy: Policy
     draft: Draft | None = None
-    copy: Copy | None = None  # the newest that was valued
     offered: int = 0
     accepted: int = 0
 
@@ -40,18 +39,13 @@ class LastRound:
         return self.policy.copies
 
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
-        self.copy = copy
         return self.policy.copy_pays(copy, depth, running)
 
     def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        copy = self.policy.splice(draft, lookup, limit, depth)
-        self.copy = copy or self.copy
-        return copy
+        return self.policy.splice(draft, lookup, limit, depth)
 
     def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        copy = self.policy.extend(draft, lookup, limit, depth)
-        self.copy = copy or self.copy
-        return copy
+        return self.policy.extend(draft, lookup, limit, depth)
 
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         self.draft = draft
@@ -82,9 +76,9 @@ class LastRound:
             return []
         tokens = self.draft.tokens.tolist()
         chances = [""] * len(tokens)
-        if self.draft.copied is not None and self.copy is not None and self.copies is not None:
-            copied = [f"{c:.0%}, copied" for c in self.copies.of(self.copy)]
-            chances = [""] * self.draft.copied + copied
+        if self.draft.copied is not None and self.copies is not None:
+            copied = [f"{c:.0%}, copied" for c in self.copies.of(self.draft.copied)]
+            chances = [""] * self.draft.copied.after + copied
         elif self.draft.evidence is not None:
             chances = [f"{chance(x):.0%}" for x in self.draft.evidence.log_odds()]
         return [

@@ -127,6 +127,32 @@ def speedups(results: Sequence[Mapping[str, Any]], path: Path, about: About) -> 
         ax.legend(fontsize="small")
 
 
+def loads(results: Sequence[Mapping[str, Any]], path: Path, about: About) -> None:
+    """Tokens per second of all requests together, and the slowest request's seconds, by the number
+    of requests at once: a line per mode."""
+    names = dict.fromkeys(row["label"] for result in results for row in result["rows"])
+    counts = [result["requests"] for result in results]
+    measures = (
+        ("tokens_per_second", "All requests together", "tokens per second"),
+        ("slowest_seconds", "The slowest request", "seconds"),
+    )
+    with panels(path, len(measures), about) as axes:
+        for ax, (measure, title, unit) in zip(axes, measures, strict=True):
+            for name in names:
+                points = [
+                    (result["requests"], row[measure])
+                    for result in results
+                    for row in result["rows"]
+                    if row["label"] == name
+                ]
+                ax.plot(*zip(*points, strict=True), marker="o", label=name)
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(counts, [str(n) for n in counts])
+            ax.minorticks_off()
+            ax.set(title=title, xlabel="requests at once", ylabel=unit, ylim=(0, None))
+            ax.legend(fontsize="small")
+
+
 def training(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The curves of a training log; what is logged at every step is smoothed."""
     with panels(path, len(TRAINING)) as axes:

@@ -268,6 +268,10 @@ def regenerate(
     ],
     output: Annotated[Path, typer.Argument(help="JSONL to append to; a stopped run goes on.")],
     model: Annotated[str, typer.Option(help=TARGET)],
+    draft_model: Annotated[
+        str | None,
+        typer.Option(help="An earlier drafter for this target: the same texts, sooner."),
+    ] = None,
     temperature: Annotated[
         list[float] | None,
         typer.Option(help="Repeat it to use several in turn. Default: 0 and 1."),
@@ -286,7 +290,7 @@ def regenerate(
     import mlx.core as mx
 
     from dspine_mlx.arguments import check_seed, check_whole
-    from dspine_mlx.load import resolve
+    from dspine_mlx.load import load_drafter, resolve
     from dspine_mlx.target.open import open_target
     from dspine_mlx.train.data import Problems, read_prompts
     from dspine_mlx.train.regenerate import regenerate as rewrite
@@ -301,6 +305,7 @@ def regenerate(
     if not chats:
         raise InputError(f"{data} has no prompt that can be answered")
     target, tokenizer = open_target(resolve(model), model)
+    drafter = None if draft_model is None else load_drafter(draft_model, target)
     mx.random.seed(seed)
     with progress_bar() as bar:
         task = bar.add_task("answers", total=len(chats))
@@ -309,6 +314,7 @@ def regenerate(
             tokenizer,
             chats,
             output,
+            drafter=drafter,
             temperatures=tuple(temperature or (0.0, 1.0)),
             max_tokens=max_tokens,
             batch_size=batch_size,

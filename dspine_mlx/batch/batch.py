@@ -115,13 +115,15 @@ class Batch:
         group.join(text.text)
         self.texts.insert(end, text)
 
-    def leave(self, text: BatchText, with_caches: bool = False) -> list[Any] | None:
+    def leave(
+        self, text: BatchText, with_caches: bool = False, with_newest: bool = True
+    ) -> list[Any] | None:
         """A text leaves; if asked for, with its caches of mlx-lm's classes, the target's and then
-        the drafter's. They hold all of the text, also its newest token."""
+        the drafter's. They hold all of the text, its newest token only if with_newest."""
         at = self.texts.index(text)
         if with_caches:
             self.cancel()
-        caches = self.extract(at) if with_caches else None
+        caches = self.extract(at, with_newest) if with_caches else None
         group, own = self.place(at)
         staying = [i for i in range(len(group.lengths)) if i != own]
         if staying:
@@ -143,13 +145,14 @@ class Batch:
                 text.key = key
             self.ahead = None
 
-    def extract(self, at: int) -> list[Any]:
+    def extract(self, at: int, with_newest: bool) -> list[Any]:
         group, index = self.place(at)
         group.context.catch_up()
         own, context = group.target.extract(index), group.context.extract(index)
-        target, taps = self.drafter.target, self.drafter.config.target_layer_ids
-        _, features = target.forward(self.texts[at].anchor, own, taps)
-        self.drafter.extend(features, context)
+        if with_newest:
+            target, taps = self.drafter.target, self.drafter.config.target_layer_ids
+            _, features = target.forward(self.texts[at].anchor, own, taps)
+            self.drafter.extend(features, context)
         mx.eval([c.state for c in [*own, *context]])
         return [*own, *context]
 

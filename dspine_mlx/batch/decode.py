@@ -74,6 +74,8 @@ class Decoding:
                     return
                 blocks = self.step(batch)
                 for text in blocks:
+                    if text.failure is not None:
+                        raise text.failure
                     if text.over:
                         request = running[text]
                         request.caches = batch.leave(text, request.return_caches)

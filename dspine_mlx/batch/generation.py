@@ -160,15 +160,7 @@ class Generation:
             yield from answers
 
     def refusal(self) -> str | None:
-        """Why the texts are decoded one after another; None if they are not."""
-        model, network = self.drafter.target.model, self.drafter.network
-        if not self.drafter.config.num_proposals:
-            return "copies are looked up for one text at a time"
-        if not method_of(network).several_texts:
-            return f"{type(network).__name__} drafters propose for one text at a time"
-        if math.isfinite(self.drafter.target.verify_kernels.width_limit):
-            return "kernels in exact mode were checked for one text at a time"
-        return refusal(model, make_prompt_cache(model, self.max_kv_size))
+        return why_alone(self.drafter, self.max_kv_size)
 
     def indexed(self) -> Generator[tuple[int, Token], None, None]:
         policy = batch_policy(self.verify_length, self.drafter)
@@ -258,6 +250,18 @@ class Generation:
             wall_time=seconds,
             peak_memory=mx.get_peak_memory() / 1e9,
         )
+
+
+def why_alone(drafter: Drafter, max_kv_size: int | None = None) -> str | None:
+    """Why a pair's texts are decoded one after another; None if they are not."""
+    model, network = drafter.target.model, drafter.network
+    if not drafter.config.num_proposals:
+        return "copies are looked up for one text at a time"
+    if not method_of(network).several_texts:
+        return f"{type(network).__name__} drafters propose for one text at a time"
+    if math.isfinite(drafter.target.verify_kernels.width_limit):
+        return "kernels in exact mode were checked for one text at a time"
+    return refusal(model, make_prompt_cache(model, max_kv_size))
 
 
 def popped(tokens: deque[Token]) -> Iterator[Token]:

@@ -20,7 +20,8 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     texts, waiting, overlapped = list(batch.texts), time.perf_counter(), batch.ahead is not None
     this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
     for i, text in enumerate(texts):
-        text.take_rows(this.fed[i : i + 1])
+        if text.has_history:
+            text.take_rows(this.fed[i : i + 1])
     batch.features = this.features
     batch.accept([1] * len(texts))
     if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
@@ -51,17 +52,11 @@ def step(batch: Batch, fed: mx.array) -> Ahead:
     keys = [text.key for text in texts]
     logits = batch.feed(fed[:, None])
     logprobs = normalised(logits[:, 0])
-    best = mx.argmax(logprobs, axis=-1)
-    tokens, rows = [], []
+    following, rows = mx.argmax(logprobs, axis=-1).astype(mx.int64), list(logprobs)
     for i, text in enumerate(texts):
-        if text.plainly_greedy:
-            tokens.append(best[i : i + 1])
-            rows.append(logprobs[i])
-        else:
-            token, row = sampled(text, fed[i : i + 1], logits[i])
-            tokens.append(token)
-            rows.append(row)
-    following = mx.concatenate([token.astype(mx.int64) for token in tokens])
+        if not text.plainly_greedy:
+            token, rows[i] = sampled(text, fed[i : i + 1], logits[i])
+            following[i : i + 1] = token.astype(mx.int64)
     mx.async_eval(following, rows)
     return Ahead(fed, following, rows, batch.features, keys, started)
 
@@ -69,5 +64,4 @@ def step(batch: Batch, fed: mx.array) -> Ahead:
 def sampled(text: BatchText, fed: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
     """What the text's own sampler picks [1] from logits [1, V], and its logprobs [V]."""
     logprobs = normalised(text.processed(fed, logits).logits)
-    with text.drawing():
-        return text.text.sampler(logprobs), logprobs[0]
+    return text.sampled(logprobs), logprobs[0]

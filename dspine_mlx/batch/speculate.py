@@ -34,7 +34,7 @@ def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
 
     lengths = policy.lengths(texts, drafts, batch.depth)
     lengths = [
-        text.text.permitted(text.anchor, draft, length)
+        text.permitted(draft, length)
         for text, draft, length in zip(texts, drafts, lengths, strict=True)
     ]
     fed, logits = batch.verify(drafts, max(lengths))

@@ -1,8 +1,9 @@
 """A text among others: what is its own while caches and forwards are shared."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
@@ -14,12 +15,16 @@ from dspine_mlx.round.text import Text, Token
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.chances import Chances
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False)
 class BatchText:
     """A text of a batch, with the rule that picks its tokens and a random state of its own.
 
     text: made with the caches that its prompt went into; they are empty while it is in the batch.
+    failure: what its own sampler, processors or filter raised. It makes no more tokens then, and
+    the others' round goes on.
     """
 
     text: Text
@@ -27,6 +32,7 @@ class BatchText:
     key: mx.array | None = None  # its random state; None: it draws from `mx.random`'s
     most: float = float("inf")  # drafted tokens that a round may offer
     over: bool = False
+    failure: Exception | None = None
 
     def __post_init__(self) -> None:
         slots = self.text.drafter.config.num_proposals
@@ -67,23 +73,46 @@ class BatchText:
         """Tokens of a draft that may be offered; none for the last token."""
         return int(min(len(draft.tokens), self.left - 1, self.most))
 
+    def guarded(self, work: Callable[[], T], instead: T) -> T:
+        """Run code of the user's; once it has raised, the text gets `instead`."""
+        if self.failure is None:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001  the user's own code
+                self.failure = error
+        return instead
+
+    def permitted(self, draft: Draft, length: int) -> int:
+        """How many of the draft's first `length` tokens the user's filter lets through."""
+        return self.guarded(lambda: self.text.permitted(self.anchor, draft, length), 0)
+
     def accept(self, draft: Draft, rows: TargetLogits) -> tuple[int, int]:
         with self.drawing():
-            return accept(draft, rows, self.text.sampler)
+            return self.guarded(lambda: accept(draft, rows, self.text.sampler), (0, 0))
+
+    def sampled(self, logprobs: mx.array) -> mx.array:
+        """The token [1] that the text's own sampler picks from logprobs [1, V]."""
+        with self.drawing():
+            return self.guarded(lambda: self.text.sampler(logprobs), mx.zeros(1, mx.uint32))
 
     def processed(self, fed: mx.array, logits: mx.array) -> TargetLogits:
         """Logits [n, V] of the rows of tokens fed [n], under the user's processors."""
         self.text.fed = fed
-        return TargetLogits(self.text.processed(logits))
+        return TargetLogits(self.guarded(lambda: self.text.processed(logits), logits))
+
+    @property
+    def has_history(self) -> bool:
+        """Whether somebody reads the tokens that were fed."""
+        return bool(self.text.processors or self.text.draft_filter)
 
     def take_rows(self, fed: mx.array) -> None:
         """Tokens fed [n] are the text's: it has their rows now."""
-        if self.text.processors or self.text.draft_filter:
+        if self.has_history:
             self.text.history = mx.concatenate([self.text.history, fed])
 
     def go_on(self, block: list[Token]) -> list[Token]:
         """The text grows by a block, whose last token is the next anchor."""
         self.left -= len(block)
-        self.over = self.left < 1 or self.text.ends_with(block)
+        self.over = self.left < 1 or self.text.ends_with(block) or self.failure is not None
         self.text.pending = mx.array([block[-1][0]], mx.uint32)
         return block

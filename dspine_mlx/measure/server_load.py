@@ -1,8 +1,8 @@
-"""Several requests at once through `dspine-mlx serve`: plain batches against drafting in turn.
+"""Several requests at once through `dspine-mlx serve`: mlx-lm's batches against drafting batches.
 
 The server is a separate process on the loopback interface, and the clients are threads here. So the
-figures include HTTP, chat template and streaming, as users see them. Plain requests are decoded
-together in mlx-lm's batches; requests with a drafter are decoded one after another.
+figures include HTTP, chat template and streaming, as users see them. Plain requests name no drafter
+and are decoded in mlx-lm's own batches; the others are drafted for together.
 """
 
 import http.client
@@ -46,6 +46,7 @@ class Request:
 @dataclass(frozen=True)
 class Reply:
     first_text: float  # seconds from request to the first text of the stream
+    seconds: float  # to its end
     tokens: int
     path: str  # how the server decoded the request: speculative, batched or plain
 
@@ -109,8 +110,23 @@ class ServerComparison:
             "last_first_text_seconds": median(
                 max(reply.first_text for reply in batch.replies) for batch in batches
             ),
+            "slowest_seconds": median(
+                max(reply.seconds for reply in batch.replies) for batch in batches
+            ),
+            "verdict": verdict(ratios),
             "paths": dict(Counter(reply.path for batch in batches for reply in batch.replies)),
         }
+
+
+def verdict(ratios: list[float]) -> str:
+    """Whether drafting pays under this load, by speed-ups over mlx-lm's batches in ascending order:
+    it does if each of them says so."""
+    if not ratios:
+        return "the texts are too short to tell"
+    times = f"{median(ratios):.2f} times the tokens per second of mlx-lm's batches"
+    if ratios[0] > 1:
+        return f"drafting pays: {times}"
+    return f"drafting loses: {times}" if ratios[-1] < 1 else f"no difference can be told: {times}"
 
 
 def check_mode(mode: str) -> None:
@@ -147,14 +163,15 @@ def run_batch(asked: Request, mode: str, prompts: list[Messages]) -> Batch:
 
 
 def ask(asked: Request, mode: str, messages: Messages) -> Reply:
-    body = {
+    body: dict[str, Any] = {
         "messages": messages,
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
-        "verify_length": verify_length(mode) or 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    length = verify_length(mode)
+    body |= {"draft_model": None} if length is None else {"verify_length": length}
     start, first = time.perf_counter(), None
     connection = http.client.HTTPConnection("127.0.0.1", asked.port)
     connection.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -173,14 +190,15 @@ def ask(asked: Request, mode: str, messages: Messages) -> Reply:
     connection.close()
     if first is None or not usage:
         raise ServerFailed("the server ended a reply early")
-    return Reply(first - start, usage["completion_tokens"], usage["dspine"]["path"])
+    seconds = time.perf_counter() - start
+    return Reply(first - start, seconds, usage["completion_tokens"], usage["dspine"]["path"])
 
 
 @contextmanager
 def serving(
     model: str, draft_model: str | None, requests: int, kernels: str = "auto"
 ) -> Iterator[int]:
-    """Run a server that drafts for up to so many requests and keeps no prompts; yields its port.
+    """Run a server that decodes up to so many requests and keeps no prompts; yields its port.
 
     kernels: the server's --kernels.
     """
@@ -188,7 +206,7 @@ def serving(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "dspine_mlx.server", "--model", model, "--port", str(port)]
-    command += ["--speculate-up-to", str(requests), "--decode-concurrency", str(requests)]
+    command += ["--decode-concurrency", str(requests)]
     command += ["--prompt-cache-size", "0", "--log-level", "ERROR"]
     command += ["--kernels", kernels]
     command += [] if draft_model is None else ["--draft-model", draft_model]

@@ -35,7 +35,7 @@ def time_verify_steps(
     times: list[dict[int, list[float]]] = []
     for timer in timers:
         timer.deepen(DEPTHS[0])
-        limit = min(drafter.config.num_proposals + 1, timer.kernels.width_limit)
+        limit = min(drafter.most_offered + 1, timer.kernels.width_limit)
         times.append({width: [] for width in WIDTHS if width <= limit})
     for timer, widths in zip(timers, times, strict=True):
         for width in widths:  # the first run of a width may compile kernels

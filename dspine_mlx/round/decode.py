@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -90,7 +90,7 @@ def look_up(text: Text, policy: Policy) -> None:
         text.lookup.chances = policy.copies
 
 
-def decode_text(text: Text, policy: Policy, budget: float) -> Iterator[Token]:
+def decode_text(text: Text, policy: Policy, budget: float) -> Generator[Token, None, None]:
     """Decode in rounds while they pay, plainly while they don't, until `budget` tokens or a stop
     token."""
     text.context.keeps_up = policy.keeps_context

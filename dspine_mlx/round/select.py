@@ -11,6 +11,7 @@ from dspine_mlx.drafters.proposal import Proposal, SlotwiseProposal
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.metal.walk import walk
 from dspine_mlx.round.foresee import draws_by_inverse_cdf, foresee, foresee_slots
+from dspine_mlx.round.lookup import Copy
 from dspine_mlx.round.sampler import Sampler
 
 Stops = frozenset[int | None]  # tokens that end a text; None: of a tokenizer without an end
@@ -55,7 +56,7 @@ class Draft(NamedTuple):
     )  # [M, K] float32, the very probs that were sampled; None: one-hot (the argmax)
     evidence: Evidence | None = None  # of the tokens
     greedy_path: Evidence | None = None  # of a sampled draft, known before any draw
-    copied: int | None = None  # tokens before those that were copied; None: nothing was
+    copied: Copy | None = None  # that its last tokens are from
 
     def first(self, length: int) -> "Draft":
         q = None if self.q is None else self.q[:length]

@@ -84,7 +84,7 @@ def copied(copy: Copy, draft: Draft | None = None) -> Draft:
     """A copy as a draft, after the draft's tokens before it. Copied tokens are one-hot."""
     tokens = mx.array(copy.tokens, mx.uint32)
     if draft is None or not copy.after:
-        return Draft(tokens, tokens[:, None], None, copied=copy.after)
+        return Draft(tokens, tokens[:, None], None, copied=copy)
     candidates, q = tokens[:, None], None
     if draft.q is not None:  # of as many candidates as the drafted tokens have
         K = draft.q.shape[1]
@@ -93,7 +93,7 @@ def copied(copy: Copy, draft: Draft | None = None) -> Draft:
         candidates = mx.concatenate([draft.candidates, candidates.astype(draft.candidates.dtype)])
         q = mx.concatenate([draft.q, one])
     tokens = mx.concatenate([draft.tokens[: copy.after].astype(mx.uint32), tokens])
-    return Draft(tokens, tokens[:, None] if q is None else candidates, q, copied=copy.after)
+    return Draft(tokens, tokens[:, None] if q is None else candidates, q, copied=copy)
 
 
 def propose(text: Text, anchor: mx.array, policy: Policy) -> tuple[Draft, float]:

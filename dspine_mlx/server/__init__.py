@@ -1,7 +1,8 @@
 """mlx_lm.server with drafting: its endpoints, flags, parsers and prompt cache stay its own.
 
-`install()` rebinds three globals of mlx_lm.server (ModelProvider, stream_generate and run) to
-subclasses and wrappers of what was there; `main()` installs and starts mlx_lm.server's own main.
+`install()` rebinds four globals of mlx_lm.server (ModelProvider, stream_generate, BatchGenerator
+and run) to subclasses and wrappers of what was there; `main()` installs and starts mlx_lm.server's
+own main.
 """
 
 from dspine_mlx.server.compatibility import check_host

@@ -35,6 +35,8 @@ class Call:
         self.verify_length = verify_length
         self.grammar = grammar  # llguidance's, of a response_format
         self.path = "waiting"  # then speculative, batched or plain
+        self.drafted = False  # whether it has a drafter
+        self.reply: Reply | None = None  # once the generation thread has taken it
         self.statistics = Statistics()
         self.context: host.GenerationContext | None = None
         self.reasoning: Reasoning = "over"
@@ -49,6 +51,8 @@ class Call:
         self.latest = self.started  # when the newest token came
         self.round_started = self.started
         self.round_seconds: list[float] = []
+        self.rounds = 0  # that were timed
+        self.shared_steps = self.shared_texts = 0  # steps in a batch, and texts in them
         self.failure: Failed | None = None
 
     def __reduce__(self) -> tuple[type["Call"], tuple[Any, ...], dict[str, Any]]:
@@ -77,6 +81,32 @@ class Call:
         if self.text.found or ended:  # mlx_lm drops the text that comes with "stop"
             response.finish_reason, self.stopped = "length", True
 
+    def timed(self) -> None:
+        """Note the time of a round that is over, if there was one since the last note."""
+        now = time.perf_counter()
+        if self.statistics.rounds > self.rounds:
+            self.round_seconds.append(now - self.round_started)
+            self.rounds = self.statistics.rounds
+        self.round_started = now
+
+    def times(self, rounds: int) -> list[float]:
+        """Seconds of the first rounds. One that its client did not wait for has its time so far."""
+        known = self.round_seconds[:rounds]
+        so_far = time.perf_counter() - self.round_started
+        return known + [so_far] * (rounds - len(known))
+
+    @property
+    def steps_alone(self) -> int:
+        """Rounds and plain steps that it had to itself."""
+        return max(0, self.statistics.rounds + self.statistics.plain - self.shared_steps)
+
+    @property
+    def texts_per_step(self) -> float | None:
+        """Texts that its steps were shared by, itself included: the mean over all steps. None:
+        mlx_lm's own batches don't say."""
+        steps = self.steps_alone + self.shared_steps
+        return (self.steps_alone + self.shared_texts) / steps if steps else None
+
     def progress(self, done: int, total: int) -> None:
         """Record progress on the prompt; mlx_lm's batches report all of it before the first
         token."""
@@ -96,9 +126,10 @@ class Call:
 
     def usage(self) -> dict[str, Any]:
         """The response's `usage.dspine`."""
-        s = self.statistics
+        s, texts = self.statistics, self.texts_per_step
         return {
             "path": self.path,
+            "texts_per_step": None if texts is None else round(texts, 2),
             "rounds": s.rounds,
             "acceptance_length": round(s.acceptance_length, 3),
             "drafted": s.drafted,
@@ -127,6 +158,8 @@ class Call:
         ]
         if self.speed is not None:
             words.append(f"{self.speed:.1f} tokens/s")
+        if self.shared_steps and self.texts_per_step is not None:
+            words.append(f"{self.texts_per_step:.1f} texts per step")
         if self.statistics.rounds:
             words.append(f"{self.statistics.acceptance_length:.2f} tokens per round")
         if self.statistics.verdict:
@@ -177,9 +210,12 @@ class Reply:
 
     def __init__(self, queue: Queue, call: Call, calls: "Calls", in_group: bool = False):
         self.queue, self.call, self.calls, self.in_group = queue, call, calls, in_group
+        self.ended = False
 
     def put(self, item: Any) -> None:
         self.calls.heart.beat()
+        if self.ended:
+            return
         if isinstance(item, host.GenerationContext):
             if self.call.context is not None:  # of a reply that is resumed
                 return
@@ -191,6 +227,7 @@ class Reply:
         elif isinstance(item, tuple):
             self.call.progress(*item)
         elif item is None or isinstance(item, Exception):
+            self.ended = True
             self.calls.remove(self.call)
         if self.call.failure is not None and self.call.context is not None:
             self.call.context.stop()  # a batch drops it

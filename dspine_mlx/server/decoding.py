@@ -8,12 +8,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import server as host
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.sample_utils import LogitsProcessor
+from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.sampler import Sampler, never_excluded
+from dspine_mlx.round.text import DraftFilter
 from dspine_mlx.server.call import Call, Reasoning
 from dspine_mlx.server.fields import FieldError
-from dspine_mlx.server.grammar import Constraint
+from dspine_mlx.server.grammar import Constraint, constraint
 from dspine_mlx.server.provider import Provider
 
 
@@ -84,29 +87,72 @@ def checked(call: Call, options: dict[str, Any]) -> Callable[[int, int], None]:
     return report
 
 
-def drafting(
-    options: dict[str, Any], args: Arguments, tokenizer: Any, grammar: Constraint | None
-) -> dict[str, Any]:
-    """Turn options of mlx_lm's stream_generate into those of dspine_mlx.stream_generate.
+@dataclass(frozen=True)
+class TextSettings:
+    """What a request asks of its text."""
+
+    sampler: SamplerFunction
+    processors: list[LogitsProcessor]
+    stops: frozenset[int]  # tokens that end it
+    draft_filter: DraftFilter | None
+    verify_length: int | str
+    seed: int | None
+
+
+def text_settings(
+    args: Arguments, tokenizer: Any, sampler: SamplerFunction, processors: list[LogitsProcessor]
+) -> TextSettings:
+    """sampler, processors: mlx_lm's, for these arguments."""
+    grammar = constraint(args.call, tokenizer)
+    return TextSettings(
+        own_sampler(args, tokenizer, grammar) or sampler,
+        processors if grammar is None else [*processors, grammar],
+        frozenset(tokenizer.eos_token_ids),
+        None if grammar is None else grammar.permitted,
+        args.call.verify_length if args.call.drafted else 0,
+        args.seed,
+    )
+
+
+def own_sampler(args: Arguments, tokenizer: Any, grammar: Constraint | None) -> Sampler | None:
+    """A sampler with probabilities in place of mlx_lm's.
 
     With a seed the draws are those of seeded plain decoding, and drafts foresee them. Otherwise
     drafts are sampled and verified by the ratio test, except under a grammar, which cuts them.
     """
+    seeded = args.seed is not None
+    if args.sampling.temperature == 0 or (grammar is not None and not seeded):
+        return None
+    return Sampler(
+        args.sampling.temperature,
+        top_p=args.sampling.top_p,
+        top_k=args.sampling.top_k,
+        min_p=args.sampling.min_p,
+        xtc_probability=args.sampling.xtc_probability,
+        xtc_threshold=args.sampling.xtc_threshold,
+        xtc_special_tokens=never_excluded(tokenizer),
+        seeded=seeded,
+    )
+
+
+def random_state(sampler: SamplerFunction | None, seed: int, tokens: int) -> mx.array:
+    """`mx.random`'s state after a seed and so many tokens. Each token is one draw, with XTC's coin
+    two, and each draw goes on with the first half of the split state."""
+    state = mx.random.key(seed)
+    if isinstance(sampler, Sampler):
+        for _ in range(tokens * (2 if sampler.xtc_probability > 0 else 1)):
+            state = mx.random.split(state)[0]
+    return state
+
+
+def drafting(
+    options: dict[str, Any], args: Arguments, tokenizer: Any, grammar: Constraint | None
+) -> dict[str, Any]:
+    """Turn options of mlx_lm's stream_generate into those of dspine_mlx.stream_generate."""
     unknown = ("num_draft_tokens", "input_embeddings")
     options = {name: value for name, value in options.items() if name not in unknown}
     options["verify_length"] = args.call.verify_length
-    seeded = args.seed is not None
-    if args.sampling.temperature > 0 and (seeded or grammar is None):
-        options["sampler"] = Sampler(
-            args.sampling.temperature,
-            top_p=args.sampling.top_p,
-            top_k=args.sampling.top_k,
-            min_p=args.sampling.min_p,
-            xtc_probability=args.sampling.xtc_probability,
-            xtc_threshold=args.sampling.xtc_threshold,
-            xtc_special_tokens=never_excluded(tokenizer),
-            seeded=seeded,
-        )
+    options["sampler"] = own_sampler(args, tokenizer, grammar) or options["sampler"]
     if grammar is not None:
         options["draft_filter"] = grammar.permitted
     return options
@@ -117,15 +163,10 @@ def observed(tokens: Iterator[GenerationResponse], call: Call) -> Iterator[Gener
 
     Stopping after a token leaves the caches at the tokens so far; they then go to the prompt cache.
     """
-    rounds = 0
     for response in tokens:
         if call.path == "speculative":
             call.statistics = response.statistics
-            now = time.perf_counter()
-            if response.statistics.rounds > rounds:
-                call.round_seconds.append(now - call.round_started)
-                rounds = response.statistics.rounds
-            call.round_started = now
+            call.timed()
         yield response
         if call.failure is not None:
             return

@@ -41,11 +41,12 @@ class Constraint:
         think: tuple[int, tuple[int, ...]]
         | None = None,  # the token that opens it, those that end it
         tool: int | None = None,  # the token that opens a tool call
+        said: tuple[int, ...] = (),  # the start of a reply that is resumed
     ):
-        self.matcher, self.eos = matcher, eos
+        self.matcher, self.eos, self.said = matcher, eos, said
         self.reasoning, self.tool = reasoning, tool
         self.think = None if reasoning == "over" else think
-        self.start: int | None = None  # tokens before the reply
+        self.start: int | None = None  # tokens before the reply, or the rest of it
         self.consumed: list[int] = []
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -81,7 +82,7 @@ class Constraint:
     def reply(self, tokens: mx.array) -> list[int]:
         if self.start is None:
             self.start = tokens.size
-        return tokens[self.start :].tolist()
+        return [*self.said, *tokens[self.start :].tolist()]
 
     def ruled(self, text: list[int]) -> list[int] | None:
         """The part of the reply under the grammar; None while the reply is unconstrained."""
@@ -172,7 +173,8 @@ def constraint(call: Call, tokenizer: Any) -> Constraint | None:
     if call.tools and tokenizer.has_tool_calling and len(tokenizer.tool_call_start_tokens) == 1:
         tool = tokenizer.tool_call_start_tokens[0]
     matcher = llguidance.LLMatcher(automaton(tokenizer), call.grammar)
-    return Constraint(matcher, set(tokenizer.eos_token_ids), call.reasoning, think, tool)
+    eos, said = set(tokenizer.eos_token_ids), tuple(call.tokens)
+    return Constraint(matcher, eos, call.reasoning, think, tool, said)
 
 
 @lru_cache(maxsize=1)

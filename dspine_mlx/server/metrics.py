@@ -45,6 +45,7 @@ class Metrics:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.tokens: Counter[str] = Counter()
         self.drafts: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
         self.accepted = Histogram(ACCEPTED)
         self.rounds, self.first_token = Histogram(SECONDS), Histogram(SECONDS)
         self.recent: deque[dict[str, Any]] = deque(maxlen=LAST)  # figures, the newest first
@@ -63,14 +64,18 @@ class Metrics:
                 self.tokens["prompt"] += len(call.prompt)
                 self.tokens["cached"] += cached
             self.tokens["generated"] += len(call.tokens)
-            if call.path == "speculative":
+            if call.drafted:
                 self.tokens["speculative"] += len(call.tokens)
                 self.tokens["parked"] += call.statistics.plain
+            self.steps["shared"] += call.shared_steps
+            self.steps["alone"] += call.steps_alone
+            self.steps["texts"] += call.steps_alone + call.shared_texts
             self.drafts["drafted"] += call.statistics.drafted
             self.drafts["accepted"] += call.statistics.accepted
-            for accepted, rounds in call.statistics.accepted_histogram.items():
+            histogram = dict(call.statistics.accepted_histogram)  # it may still change
+            for accepted, rounds in histogram.items():
                 self.accepted.observe(accepted, rounds)
-            for seconds in call.round_seconds:
+            for seconds in call.times(sum(histogram.values())):
                 self.rounds.observe(seconds)
             if call.first_token is not None:
                 self.first_token.observe(call.first_token)
@@ -78,7 +83,10 @@ class Metrics:
     def text(self, gauges: Mapping[str, float]) -> str:
         with self.lock:
             share = self.tokens["parked"] / max(1, self.tokens["speculative"])
-            lines = [*self.lines(), *self.gauges({**gauges, "parked_share": share})]
+            steps = self.steps["shared"] + self.steps["alone"]
+            texts = self.steps["texts"] / steps if steps else 0.0
+            own = {"parked_share": share, "texts_per_step": texts}
+            lines = [*self.lines(), *self.gauges({**gauges, **own})]
         return "\n".join(lines) + "\n"
 
     def lines(self) -> Iterator[str]:
@@ -93,6 +101,11 @@ class Metrics:
         )
         for kind in ("prompt", "cached", "generated", "speculative", "parked"):
             yield f'dspine_tokens_total{{kind="{kind}"}} {self.tokens[kind]}'
+        yield from head(
+            "steps_total", "counter", "Steps of requests: by themselves, and shared with others."
+        )
+        for kind in ("alone", "shared"):
+            yield f'dspine_steps_total{{kind="{kind}"}} {self.steps[kind]}'
         yield from head("draft_tokens_total", "counter", "Tokens offered to the target, and kept.")
         for kind in ("drafted", "accepted"):
             yield f'dspine_draft_tokens_total{{kind="{kind}"}} {self.drafts[kind]}'

@@ -1,19 +1,21 @@
 """The flags that `dspine-mlx serve` adds to mlx_lm.server's."""
 
 import argparse
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 MEGABYTE = 1 << 20
+SUPERSEDED = (
+    "--speculate-up-to has no effect any more: requests are drafted for together; "
+    "--decode-concurrency says how many at most, --prompt-concurrency how many prompts take turns"
+)
 ANY, OWN = "any", "own"  # of --allow-models
 
 
 @dataclass(frozen=True)
 class Options:
     verify_length: int | str = "auto"  # drafted tokens per round, unless a request says otherwise
-    speculate_up_to: int = (
-        1  # requests waiting or running while drafting still pays; more are batched
-    )
     kernels: str = "auto"  # or "exact" or "off"
     lookup: bool = True  # copies of earlier text as drafts, where they are worth more
     profile: bool = True
@@ -87,9 +89,8 @@ def parser() -> argparse.ArgumentParser:
         "--speculate-up-to",
         type=positive,
         metavar="N",
-        default=Options.speculate_up_to,
-        help="draft while at most N requests are waiting or running; more are decoded together, "
-        "in batches without drafting (default: %(default)s)",
+        help="no longer needed: requests are drafted for together, up to --decode-concurrency of "
+        "them",
     )
     flags.add_argument(
         "--kernels",
@@ -165,6 +166,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
     known, rest = flags.parse_known_args(arguments)
     if {"-h", "--help"} & set(rest):
         print(flags.format_help())
+    if known.speculate_up_to is not None:
+        logging.warning(SUPERSEDED)
     length = known.verify_length
     if known.num_draft_tokens is not None:
         rest += ["--num-draft-tokens", str(known.num_draft_tokens)]
@@ -172,7 +175,6 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
             length = max(0, known.num_draft_tokens)
     options = Options(
         verify_length="auto" if length is None else length,
-        speculate_up_to=known.speculate_up_to,
         kernels=known.kernels,
         lookup=not known.no_lookup,
         profile=not known.no_profile,

@@ -14,6 +14,8 @@ from mlx_lm import server as host
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from dspine_mlx.batch.generation import why_alone
+from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.jobs import Jobs
@@ -141,6 +143,12 @@ class Provider(host.ModelProvider):
 
     # ---- in the generation thread
 
+    def loaded_drafter(self, wanted: host.ModelDescription) -> Drafter | None:
+        """A request's drafter, if it is loaded and so is the request's model."""
+        if self.loaded_tokenizer(wanted) is None:
+            return None
+        return self.drafters.get(self._draft_model_map.get(wanted.draft, wanted.draft))
+
     def load(
         self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
     ) -> tuple[Any, Any]:
@@ -226,6 +234,8 @@ class Provider(host.ModelProvider):
                 drafter = load_drafter(path, target, kernels=self.options.kernels)
                 auto = self.options.verify_length == "auto"
                 prepare(drafter, profile=self.options.profile and auto)
+                if why_alone(drafter) is None:
+                    batch_policy(self.options.verify_length, drafter)  # it may measure, too
             except InputError as error:
                 raise FieldError("draft_model", str(error)) from error
             self.drafters, self.replaced = {path: drafter}, True

@@ -5,9 +5,11 @@ A drafter must learn the target's own text, at the temperatures it will be serve
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,16 +17,29 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.batch.generate import batch_stream_generate
 from dspine_mlx.checkpoints.files import parse_json
+from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
+from dspine_mlx.round.sampler import Sampler as DraftSampler
 from dspine_mlx.train.data import Chat, prompt_tokens
 
 Sampler = Callable[[mx.array], mx.array]
 
 
+class Writer(Protocol):
+    """Writes answers, several at a time."""
+
+    def ask(self, conversation: "Conversation") -> int:
+        """Queue the conversation's next answer and return its id."""
+
+    def answers(self) -> Iterator[tuple[int, str, str]]:
+        """Yield (id, text, finish reason) of each answer as it ends, until none is queued."""
+
+
 @dataclass(frozen=True)
-class Writer:
-    """Writes answers in batches."""
+class PlainWriter:
+    """Writes answers in mlx-lm's batches."""
 
     tokenizer: TokenizerWrapper
     generator: BatchGenerator
@@ -32,14 +47,12 @@ class Writer:
     samplers: dict[float, Sampler]  # one object per temperature: its rows are sampled together
 
     def ask(self, conversation: "Conversation") -> int:
-        """Queue the conversation's next answer and return its id."""
         prompt = prompt_tokens(conversation.asked, self.tokenizer)
         sampler = self.samplers[conversation.temperature]
         (uid,) = self.generator.insert([prompt], [self.max_tokens], samplers=[sampler])
         return uid
 
     def answers(self) -> Iterator[tuple[int, str, str]]:
-        """Yield (id, text, finish reason) of each answer as it ends."""
         tokens: dict[int, list[int]] = {}
         while responses := self.generator.next_generated():
             for r in responses:
@@ -48,6 +61,43 @@ class Writer:
                     answer.append(r.token)
                 if r.finish_reason is not None:
                     yield r.uid, self.tokenizer.decode(tokens.pop(r.uid)), r.finish_reason
+
+
+@dataclass
+class DraftingWriter:
+    """Writes answers in batches that are drafted for: first the queued ones, then those that were
+    queued meanwhile."""
+
+    tokenizer: TokenizerWrapper
+    drafter: Drafter
+    max_tokens: int
+    batch_size: int
+    queue: list[tuple[int, list[int], Sampler]] = field(default_factory=list)
+    ids: Iterator[int] = field(default_factory=count)
+
+    def ask(self, conversation: "Conversation") -> int:
+        prompt, uid = prompt_tokens(conversation.asked, self.tokenizer), next(self.ids)
+        self.queue.append((uid, prompt, DraftSampler(temp=conversation.temperature)))
+        return uid
+
+    def answers(self) -> Iterator[tuple[int, str, str]]:
+        while self.queue:
+            asked, self.queue = self.queue, []
+            uids, prompts, samplers = (list(column) for column in zip(*asked, strict=True))
+            tokens: list[list[int]] = [[] for _ in asked]
+            for i, r in batch_stream_generate(
+                self.drafter.target.model,
+                self.tokenizer,
+                prompts,
+                self.drafter,
+                max_tokens=self.max_tokens,
+                sampler=samplers,
+                completion_batch_size=self.batch_size,
+            ):
+                if r.finish_reason != "stop":
+                    tokens[i].append(r.token)
+                if r.finish_reason is not None:
+                    yield uids[i], self.tokenizer.decode(tokens[i]), r.finish_reason
 
 
 @dataclass(frozen=True)
@@ -92,6 +142,7 @@ def regenerate(
     chats: list[Chat],
     output: Path,
     *,
+    drafter: Drafter | None = None,
     temperatures: tuple[float, ...] = (0.0, 1.0),
     max_tokens: int = 512,
     batch_size: int = 32,
@@ -102,7 +153,7 @@ def regenerate(
 
     Chat i is answered at temperatures[i % len(temperatures)]. Lines come in the order in which
     chats end; `line` is the line of the source. Chats with an answer in output are skipped, so a
-    stopped run continues where it was.
+    stopped run continues where it was. drafter: an earlier one for this target, to be faster.
     """
     done = repair(output)
     waiting = [
@@ -110,29 +161,47 @@ def regenerate(
         for i, chat in enumerate(chats)
         if chat.line not in done
     ]
-    count = len(chats) - len(waiting)
-    progress(count, len(chats))
+    written = len(chats) - len(waiting)
+    progress(written, len(chats))
+    with (
+        output.open("a", encoding="utf-8") as file,
+        writing(model, tokenizer, drafter, temperatures, (max_tokens, batch_size)) as writer,
+    ):
+        asked = {writer.ask(conversation): conversation for conversation in waiting}
+        for uid, text, reason in writer.answers():
+            conversation = asked.pop(uid).answered(text, reason)
+            if not conversation.finished:
+                asked[writer.ask(conversation)] = conversation
+                continue
+            file.write(json.dumps(conversation.row(), ensure_ascii=False) + "\n")
+            file.flush()
+            written += 1
+            progress(written, len(chats))
+
+
+@contextmanager
+def writing(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    drafter: Drafter | None,
+    temperatures: tuple[float, ...],
+    limits: tuple[int, int],
+) -> Iterator[Writer]:
+    """limits: tokens of an answer, and answers at once."""
+    max_tokens, batch_size = limits
+    if drafter is not None:
+        yield DraftingWriter(tokenizer, drafter, max_tokens, batch_size)
+        return
     generator = BatchGenerator(
         model,
         stop_tokens=[[t] for t in tokenizer.eos_token_ids],
         completion_batch_size=batch_size,
     )
     samplers = {t: make_sampler(temp=t) for t in temperatures}
-    writer = Writer(tokenizer, generator, max_tokens, samplers)
-    with output.open("a", encoding="utf-8") as file:
-        try:
-            asked = {writer.ask(conversation): conversation for conversation in waiting}
-            for uid, text, reason in writer.answers():
-                conversation = asked.pop(uid).answered(text, reason)
-                if not conversation.finished:
-                    asked[writer.ask(conversation)] = conversation
-                    continue
-                file.write(json.dumps(conversation.row(), ensure_ascii=False) + "\n")
-                file.flush()
-                count += 1
-                progress(count, len(chats))
-        finally:
-            generator.close()
+    try:
+        yield PlainWriter(tokenizer, generator, max_tokens, samplers)
+    finally:
+        generator.close()
 
 
 def repair(output: Path) -> set[int]:

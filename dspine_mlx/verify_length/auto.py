@@ -140,12 +140,10 @@ class Auto:
         return token_values(chances[:limit], self.costs.verify(depth), draft, plain, rate)
 
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        if self.check:
+            return False
         rate = None if self.parked else self.rate(depth)
-        offer = None if self.check else self.copying.pays(copy, running, self.costs, depth, rate)
-        if offer is not None:
-            self.digest()
-            self.newest = Round.of_copy(offer, depth, drafted=False)
-        return offer is not None
+        return self.copying.pays(copy, running, self.costs, depth, rate) is not None
 
     def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
         if draft.evidence is None:
@@ -159,9 +157,7 @@ class Auto:
     def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
         started = self.clock()
         if draft.copied is not None:
-            assert self.newest is not None
-            self.newest.begun = started
-            return min(self.newest.chosen, limit)
+            return copy_rounds.start(self, draft.copied, limit, depth)
         self.digest()  # the previous round's, while the device drafts
         self.reading.rounds += 1
         if draft.evidence is None:

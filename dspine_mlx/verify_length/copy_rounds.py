@@ -42,8 +42,21 @@ def extend(auto: "Auto", draft: Draft, lookup: Lookup, limit: int, depth: int) -
     chances, more = auto.copying.behind(copy, math.prod(this.chances), values)
     if not more:
         return None
-    this.go_on(chances, more)
+    this.go_on(copy, chances, more)
     return copy
+
+
+def start(auto: "Auto", copy: Copy, limit: int, depth: int) -> int:
+    """Start a round with a copy, and return how many tokens it offers. One with nothing drafted was
+    found worth it before its last tokens were yielded: other texts may have had rounds since."""
+    this = auto.newest
+    if this is None or this.copy is not copy:
+        auto.digest()
+        average = auto.costs.plain(depth) if auto.parked else 1 / auto.rate(depth)
+        offer = auto.copying.alone(copy, auto.costs.verify(depth), average)
+        this = auto.newest = Round.of_copy(offer, depth, drafted=False)
+    this.begun = auto.clock()
+    return min(this.chosen, limit)
 
 
 def learn(auto: "Auto", this: Round) -> None:

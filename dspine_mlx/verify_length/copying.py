@@ -96,6 +96,13 @@ class Copying:
         self.skipped += 1
         return Offer(copy, length, chances, gain)
 
+    def alone(self, copy: Copy, seconds: list[float], average: float) -> Offer:
+        """The best length of a copy where a token saves `average` seconds; at least 1."""
+        chances = self.of(copy)
+        values = length_values(chances, seconds, [average] * len(chances))
+        length = max(1, values.index(max(values)))
+        return Offer(copy, length, chances, values[length])
+
     def instead_of_path(
         self, drafted: list[float], path: list[int], copies: Iterable[Copy], values: Values
     ) -> Offer | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from dspine_mlx.round.accept import acceptance
+from dspine_mlx.round.lookup import Copy
 from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.copying import Offer
@@ -37,6 +38,7 @@ class Round:
     chances: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # net seconds of each length
     chosen: int = -1  # the length, which a draft filter may cut
+    copy: Copy | None = None  # that is offered
     copied: int | None = None  # tokens before those that were copied; None: nothing was
     drafted: bool = True
     verifying: float = 0.0  # seconds
@@ -51,13 +53,14 @@ class Round:
             0.0,
             chances=offer.chances,
             chosen=offer.length,
-            copied=offer.copy.after if drafted else 0,
+            copy=offer.copy,
+            copied=offer.copy.after,
             drafted=drafted,
         )
 
-    def go_on(self, chances: list[float], more: int) -> None:
+    def go_on(self, copy: Copy, chances: list[float], more: int) -> None:
         """Offer the first `more` tokens of a copy after the drafted ones."""
-        self.copied, self.chosen = self.chosen, self.chosen + more
+        self.copy, self.copied, self.chosen = copy, self.chosen, self.chosen + more
         self.chances = [*self.chances, *chances]
 
     def seconds(self, costs: Costs) -> float:

@@ -81,7 +81,8 @@ class AnyLength(Fixed):
 def free(rows: int) -> Curve:
     """Costs by which drafts and verify rows are free; real steps soon correct them."""
     seconds = (1e-3,) * rows
-    return Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), (seconds, seconds))
+    pairs = (1e-3, 1e-3), (1e-4, 1e-4)
+    return Curve((64, 2048), *pairs, (seconds, seconds), measured=False)
 
 
 def wider(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Soak test of `dspine-mlx serve`: everything at once, against one process.
 
     python -m tests.bench.soak --minutes 10 [--seed 7] [--clients 4] [--requests 2000]
+    python -m tests.bench.soak --minutes 60 --clients 16 --requests 400     # batches of many texts
 
-Serves the pair that ships and mixes paths (drafted, batched, plain; whole or streamed), seeds,
+Serves the pair that ships and mixes paths (alone, batched, plain; whole or streamed), seeds,
 samplers, stop strings, drafters, models that are loaded and left again, clients that hang up,
 hostile requests and a prompt cache with little room. Every reply is compared with plain decoding
-by mlx-lm in this process. Prints one JSON object: seed, counts, what was wrong, memory, threads and
-descriptors before and after. Exit status 1 if a reply is wrong or something has grown.
+by mlx-lm in this process. Prints one JSON object: seed, counts (shared: replies whose steps were
+those of two texts or more on average), what was wrong, memory, threads and descriptors before and
+after. Exit status 1 if a reply is wrong or something has grown.
 """
 
 import argparse
@@ -37,7 +39,8 @@ from tests.support.serving import Server, start, wait_until_up
 
 CHAT = "/v1/chat/completions"
 LONGEST = 24  # tokens of a reply
-ROUND = 20  # requests whose references are made before they are sent
+ROUND = 20  # requests, or four per client, whose references are made before they are sent
+PATIENCE = 600.0  # seconds, after which a reply will not come: a machine may be busy
 NAMES = ("Tom", "Maria", "Ada", "Lin", "Omar", "Eva")
 THINGS = ("apples", "toys", "books", "stamps", "coins", "shells")
 STEPS = (
@@ -197,7 +200,10 @@ class Soak:
                 "compared", f"{body}: {text_of(reply)} is not {self.reference.reply(body)}"
             )
         if not reply.events:
-            self.note(reply.body["usage"]["dspine"]["path"])
+            told = reply.body["usage"]["dspine"]
+            self.note(told["path"])
+            if (told["texts_per_step"] or 1) >= 2:
+                self.note("shared")
         return self.note("compared")
 
     def hang_up(self, body: dict[str, Any], after: int) -> None:
@@ -236,7 +242,7 @@ class Soak:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(300)
+            thread.join(PATIENCE)
         if any(thread.is_alive() for thread in threads):
             self.wrong.append("a client is stuck")
 
@@ -269,17 +275,19 @@ def soak(folder: Path, seed: int, seconds: float, requests: int, clients: int) -
     flags = ["--model", str(target), "--draft-model", str(drafter), "--no-profile"]
     flags += ["--prompt-cache-bytes", room, "--prompt-cache-size", "6", "--log-level", "WARNING"]
     server = start("dspine_mlx.server", folder, *flags)
+    server.patience = PATIENCE
     try:
         reference = Reference(target)
-        wait_until_up(server)
+        wait_until_up(server, PATIENCE)
         draw, work = Draw(rng, others, reference), Soak(server, reference)
-        work.round(draw, min(ROUND, requests), clients)  # warm up: caches, pools, other models
+        size = max(ROUND, 4 * clients)
+        work.round(draw, min(size, requests), clients)  # warm up: caches, pools, other models
         before, end = state_of(server), time.monotonic() + seconds
         while time.monotonic() < end and sum_of(work) < requests and not work.wrong:
-            work.round(draw, min(ROUND, requests - sum_of(work)), clients)
+            work.round(draw, min(size, requests - sum_of(work)), clients)
         after = state_of(server)
         server.process.terminate()
-        status = server.process.wait(30)
+        status = server.process.wait(120)
     finally:
         server.process.kill()
         server.process.wait(30)

@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": (("chat", *PAIR), MISSING),
     "bench": (("bench", "--suite", "P", *PAIR), MISSING),
     "live": (("bench", "--live", *PAIR), MISSING),
+    "rows": (("bench", "--rows", "--model", "a/b"), "a/b is not in the Hub's cache here"),
     "mt-bench": (("bench", "--suite", "mt-bench"), "HuggingFaceH4/mt_bench_prompts is not in the"),
     "calibrate": (("calibrate", "--prompts", "P", *PAIR), MISSING),
     "serve": (("serve", *PAIR, "--port", "8000"), MISSING),

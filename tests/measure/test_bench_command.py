@@ -118,7 +118,11 @@ BAD_ARGUMENTS = {
     "depths": (["bench", "--suite", "x", "--depths", "4k"], "--depths is '4k'; it must be whole"),
     "server and depths": (
         ["bench", "--suite", "x", "--concurrency", "2", "--depths", "9"],
-        "--concurrency measures the server, without --depths and --plot",
+        "--concurrency measures the server, without --depths",
+    ),
+    "nobody asks": (
+        ["bench", "--suite", "x", "--concurrency", "2,0"],
+        "--concurrency is 2,0; each must be at least 1",
     ),
     "rows and prompts": (
         ["bench", "--rows", "--suite", "x"],

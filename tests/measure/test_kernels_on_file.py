@@ -22,7 +22,7 @@ from dspine_mlx.metal.rows_exact import Exact, Form
 from dspine_mlx.target import checked_widths
 from dspine_mlx.target.products import STOCK
 from dspine_mlx.target.race import Race, Verdict
-from dspine_mlx.target.verdicts import Shape, Verdicts, kernels_key, path, write
+from dspine_mlx.target.verdicts import AttentionShape, Shape, Verdicts, kernels_key, path, write
 from tests.support.cache import cache_folder
 
 UP = Shape(12288, 4096, 4, 64, "affine", "bfloat16")
@@ -65,6 +65,10 @@ def test_a_verdict_without_a_single_row_is_in_milliseconds() -> None:
     """As of products that no single row is compared with."""
     (line,) = shapes_in_words({(UP, 4): Verdict(Tile(4, 8), "faster", 1e-4, 3e-4)})
     assert line == (f"{UP}: 4 rows tile 4x8 0.1 ms (MLX's 0.3)", "")
+    attention = AttentionShape(32, 8, 128, 128, 0, 0, False, "bfloat16", 4096)
+    mixed: Verdicts = {(attention, 8): Verdict(STOCK, "", 2e-3, 2e-3)} | RACED
+    found = dict(shapes_in_words(mixed))
+    assert found == FOUND | {f"{attention}: 8 rows MLX's 2 ms": ""}
 
 
 @pytest.mark.parametrize(("seconds", "slow"), [(1.9, False), (2.1, True)])

@@ -158,7 +158,13 @@ def test_a_pair_that_does_not_load_is_reported(
     assert "it was made for" not in result.stdout
 
 
-@pytest.mark.parametrize("given_one", ["--model", "--draft-model"])
-def test_a_report_is_about_a_pair(given_one: str) -> None:
+@pytest.mark.parametrize(
+    ("given_one", "said"),
+    [
+        ("--model", "give both --model and --draft-model, or none"),
+        ("--draft-model", "needs its target; name it with --model"),
+    ],
+)
+def test_a_report_is_about_a_pair(given_one: str, said: str) -> None:
     result = CliRunner().invoke(app, ["report", given_one, str(DEMO / "target")])
-    assert "give both --model and --draft-model, or none" in str(result.exception)
+    assert said in str(result.exception)

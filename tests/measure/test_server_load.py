@@ -21,6 +21,7 @@ from dspine_mlx.measure.server_load import (
     check_mode,
     compare_modes,
     serving,
+    verdict,
 )
 from tests.support.serving import Server
 
@@ -30,7 +31,7 @@ ASKED = Request(port=0, max_tokens=9, temperature=0.0)
 
 
 def run_batch(seconds: float, *first: float, path: str = "batched") -> Batch:
-    return Batch(seconds, [Reply(f, 40, path) for f in first])
+    return Batch(seconds, [Reply(f, seconds, 40, path) for f in first])
 
 
 def test_speeds_are_of_all_requests_together() -> None:
@@ -47,11 +48,19 @@ def test_speeds_are_of_all_requests_together() -> None:
     assert row["speedup"] == (2 / 4 + 3 / 1) / 2
     assert row["first_text_seconds"] == pytest.approx(0.65)
     assert row["last_first_text_seconds"] == 1.5
+    assert row["slowest_seconds"] == 2.5
     assert row["paths"] == {"speculative": 4}
+    assert row["verdict"].startswith("no difference can be told: 1.75 times")
+
+
+def test_drafting_pays_if_each_turn_says_so() -> None:
+    assert verdict([1.1, 1.2, 1.6]).startswith("drafting pays: 1.20 times")
+    assert verdict([0.8, 0.9]).startswith("drafting loses: 0.85 times")
+    assert "too short" in verdict([])
 
 
 def test_short_replies_have_no_ratio() -> None:
-    short = Batch(1, [Reply(0.1, 31, "batched"), Reply(0.1, 32, "batched")])
+    short = Batch(1, [Reply(0.1, 1, 31, "batched"), Reply(0.1, 1, 32, "batched")])
     runs = {"plain": [run_batch(1, 0.1, 0.1)], "auto": [short]}
     row = ServerComparison(["plain", "auto"], runs).summary("auto")
     assert (row["speedup"], row["speedup_range"]) == (None, None)
@@ -113,15 +122,21 @@ def test_the_server_knows_no_mlx_lm_draft_models() -> None:
 
 
 def test_the_command_measures_the_shipped_pair(tmp_path: Path) -> None:
-    prompts, out = tmp_path / "p.txt", tmp_path / "out.json"
+    prompts, out, plot = tmp_path / "p.txt", tmp_path / "out.json", tmp_path / "load.png"
     prompts.write_text("Ali has 52 bottle caps.\n")
-    command = ["bench", "--suite", str(prompts), "--concurrency", "2", "--repeat", "1", "-m", "6"]
-    result = CliRunner().invoke(app, [*command, "--compare", "fixed:3", "--json", str(out)])
+    command = ["bench", "--suite", str(prompts), "--concurrency", "1,2", "--repeat", "1", "-m", "6"]
+    command += ["--compare", "fixed:3", "--json", str(out), "--plot", str(plot)]
+    result = CliRunner().invoke(app, command)
     assert result.exception is None
-    (batches,) = json.loads(out.read_text())["results"]
-    assert batches["requests"] == 2
-    assert {row["way"]: row["paths"] for row in batches["ways"]} == {
-        "plain": {"batched": 2},
-        "fixed:3": {"speculative": 2},
+    one, two = json.loads(out.read_text())["results"]
+    assert (one["requests"], two["requests"]) == (1, 2)
+    assert {row["way"]: row["paths"] for row in one["ways"]} == {
+        "plain": {"batched": 1},
+        "fixed:3": {"speculative": 1},
+    }
+    assert {row["way"]: sum(row["paths"].values()) for row in two["ways"]} == {
+        "plain": 2,
+        "fixed:3": 2,
     }
     assert "2 requests at once through dspine-mlx serve" in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")

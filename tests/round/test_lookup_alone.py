@@ -1,6 +1,7 @@
 """Lookup without a drafter, and while drafting is parked: plain tokens with rounds in between."""
 
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -275,3 +276,32 @@ def test_several_prompts(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
     ):
         tokens[index].append(response.token)
     assert tokens == texts
+
+
+def test_texts_that_take_turns_with_one_policy(
+    model: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    """A copy that was found worth it is offered after another text's round, or its start or end."""
+    texts = [CIRCLE, [200 + t for t in CIRCLE], CIRCLE[:60]]
+    for slots, kind in ((0, ""), (7, "right"), (7, "wrong")):
+        policy = priced(slots, [], draft=0.5)
+        running = []
+        for text in texts:
+            drafter = scripted(model, text, kind) if slots else alone(model)
+            tokens = dspine_mlx.stream_generate(
+                model,
+                tokenizer,
+                text[:8],
+                drafter,
+                max_tokens=len(text) - 8,
+                logits_processors=[forced(text)],
+                verify_length=policy,
+            )
+            running.append((text[8:], tokens))
+        while running:
+            for text, tokens in list(running):
+                ours = [response.token for response in islice(tokens, 3)]
+                assert ours == text[: len(ours)]
+                del text[:3]
+                if not text:
+                    running.remove((text, tokens))

@@ -295,7 +295,7 @@ class Looked(Lookup):
         super().__init__()
         self.copy = copy
         tokens = mx.array(copy.tokens)
-        self.draft_of_copy = Draft(tokens, tokens[:, None], None, copied=0)
+        self.draft_of_copy = Draft(tokens, tokens[:, None], None, copied=copy)
 
     def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
         return None if after else self.copy

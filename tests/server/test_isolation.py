@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BATCHED: dict[str, Any] = {"draft_model": None, "prompt": "@long"}
 RAISES, HANGS = {"frequency_penalty": 0.125}, {"frequency_penalty": 0.25}
+BREAKS = {"frequency_penalty": 0.375}
+RESUMED = "its requests go on one by one"
 
 
 @pytest.fixture
@@ -28,8 +30,18 @@ def faulty(
     scripted: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Server]:
     monkeypatch.setenv("HANGS", str(tmp_path / "hangs"))
-    flags = ("--model", scripted[0], "--draft-model", scripted[1], "--stall-seconds", "1", *ALL)
-    server = wait_until_up(start("tests.support.faulty_server", tmp_path, *flags))
+    yield from running(tmp_path, "--model", scripted[0], "--draft-model", scripted[1], *ALL)
+
+
+@pytest.fixture
+def without_drafter(scripted: tuple[str, str], tmp_path: Path) -> Iterator[Server]:
+    """A server whose batches are mlx-lm's own."""
+    yield from running(tmp_path, "--model", scripted[0])
+
+
+def running(folder: Path, *flags: str) -> Iterator[Server]:
+    flags = (*flags, "--stall-seconds", "1")
+    server = wait_until_up(start("tests.support.faulty_server", folder, *flags))
     yield server
     server.process.kill()
     server.process.wait(20)
@@ -52,14 +64,30 @@ def in_turn(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
     return replies
 
 
+@pytest.mark.parametrize("own", [{}, {"draft_model": None}])
 @pytest.mark.parametrize("more", [{}, {"stop": "@three@one@twos"}, {"logprobs": True}])
 def test_an_exception_in_a_batch_ends_its_own_request_only(
-    faulty: Server, more: dict[str, Any]
+    faulty: Server, more: dict[str, Any], own: dict[str, Any]
 ) -> None:
-    long = BATCHED | {"max_tokens": 600} | more
-    bodies = [long, long | {"stream": True}, BATCHED | {"max_tokens": 50} | RAISES, long]
-    alone = [faulty.request(COMPLETIONS, body) for body in bodies[:2]]
-    replies = in_turn(faulty, bodies)
+    check_others_go_on(faulty, {"prompt": "@long", "max_tokens": 600} | more | own)
+    assert RESUMED not in faulty.log.read_text()
+    assert usage(faulty)["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": "@three@one@twos"}, {"logprobs": True}])
+def test_an_exception_in_mlx_lms_batch_ends_its_own_request_only(
+    without_drafter: Server, more: dict[str, Any]
+) -> None:
+    check_others_go_on(without_drafter, {"prompt": "@long", "max_tokens": 600} | more)
+    assert RESUMED in without_drafter.log.read_text()
+    assert usage(without_drafter)["dspine"]["path"] == "batched"
+
+
+def check_others_go_on(server: Server, long: dict[str, Any]) -> None:
+    failing = {"prompt": "@long", "max_tokens": 50} | RAISES
+    bodies = [long, long | {"stream": True}, failing, long]
+    alone = [server.request(COMPLETIONS, body) for body in bodies[:2]]
+    replies = in_turn(server, bodies)
     assert replies[2].status == 500
     assert "the sixth token" in replies[2].body["error"]["message"]
     for reply, expected in zip(
@@ -70,17 +98,34 @@ def test_an_exception_in_a_batch_ends_its_own_request_only(
         got, want = replies[i].body, alone[0].body
         assert got["usage"]["completion_tokens"] == 600
         assert got["choices"][0].get("logprobs") == want["choices"][0].get("logprobs")
-    assert "its requests go on one by one" in faulty.log.read_text()
-    assert usage(faulty, draft_model=None)["dspine"]["path"] == "batched"
+
+
+def test_a_batch_that_fails_as_a_whole_goes_on_one_by_one(faulty: Server) -> None:
+    """Greedy, seeded and structured replies, each from its last token."""
+    seeded = {"prompt": "@long", "max_tokens": 300, "temperature": 3.0, "seed": 7}
+    xtc = {"xtc_probability": 0.5, "xtc_threshold": 0.01}
+    bodies = [
+        {"prompt": "@long", "max_tokens": 300},
+        seeded,
+        seeded | xtc | {"stream": True},
+        {"prompt": "@one", "max_tokens": 200, "temperature": 2.0, "seed": 1}
+        | {"response_format": {"type": "json_object"}},
+    ]
+    alone = [faulty.request(COMPLETIONS, body) for body in bodies]
+    replies = in_turn(faulty, [*bodies, {"prompt": "@long", "max_tokens": 40} | BREAKS])
+    assert RESUMED in faulty.log.read_text()
+    for reply, expected in zip(replies, alone, strict=False):
+        assert text_of(reply) == text_of(expected)
     assert usage(faulty)["completion_tokens"] == 12
 
 
-def test_a_batch_that_fails_within_a_character_loses_no_byte(faulty: Server) -> None:
+def test_a_batch_that_fails_within_a_character_loses_no_byte(without_drafter: Server) -> None:
     text = "".join(chr(0x1F600 + i) for i in range(40))
-    body = {"prompt": text, "draft_model": None, "max_tokens": 60, "logit_bias": {"2": -100}}
-    (alone,) = in_turn(faulty, [body])
-    got, failing = in_turn(faulty, [body, BATCHED | {"max_tokens": 50} | RAISES])
-    assert failing.status == 500
+    body = {"prompt": text, "max_tokens": 60, "logit_bias": {"2": -100}}
+    (alone,) = in_turn(without_drafter, [body])
+    failing = {"prompt": "@long", "max_tokens": 50} | RAISES
+    got, failed = in_turn(without_drafter, [body, failing])
+    assert failed.status == 500
     assert text_of(got) == text_of(alone)
 
 

@@ -175,7 +175,7 @@ def test_a_browser_shows_the_figures(server: Server, tmp_path: Path, width: int)
     assert re.search(r'id="speed">\d+\.\d<', shown)
     assert re.search(r'id="first">\d+\.\d\d s<', shown)
     assert "<rect" in shown
-    assert re.search(r"<tr[^>]*><td>[^<]+</td><td>speculative</td><td>200</td>", shown)
+    assert re.search(r"<tr[^>]*><td>[^<]+</td><td>speculative</td><td>1.0</td><td>200</td>", shown)
 
 
 BOARD = json.loads((ROOT / "docs" / "grafana.json").read_text())

@@ -33,15 +33,19 @@ from dspine_mlx.server.validation import parse_body
 
 
 def test_flags_that_are_not_ours_are_left_to_mlx_lm() -> None:
-    ours = ["--verify-length", "4", "--speculate-up-to", "3", "--kernels", "off", "--no-profile"]
+    ours = ["--verify-length", "4", "--kernels", "off", "--no-profile"]
     ours.append("--no-lookup")
     theirs = ["--model", "m", "--draft-model", "d", "--temp", "0.5", "--new-flag"]
     options, rest = parse([*theirs, *ours])
     assert rest == theirs
-    assert options == Options(
-        verify_length=4, speculate_up_to=3, kernels="off", profile=False, lookup=False
-    )
+    assert options == Options(verify_length=4, kernels="off", profile=False, lookup=False)
     assert parse([])[0] == Options()
+
+
+def test_an_old_flag_is_read_and_names_its_successors(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse(["--speculate-up-to", "3", "--temp", "1"]) == (Options(), ["--temp", "1"])
+    assert "--decode-concurrency" in caplog.text
+    assert "--prompt-concurrency" in caplog.text
 
 
 def test_num_draft_tokens_means_the_verify_length() -> None:
@@ -77,7 +81,7 @@ def test_an_mlx_lm_without_a_seam_is_named(name: str, monkeypatch: pytest.Monkey
 
 
 def test_install_rebinds_the_servers_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ModelProvider", "run"):
+    for name in ("ModelProvider", "run", "stream_generate", "BatchGenerator"):
         monkeypatch.setattr(mlx_lm.server, name, getattr(mlx_lm.server, name))
     dspine_mlx.server.install(Options(verify_length=3))
     assert mlx_lm.server.ModelProvider.keywords["options"].verify_length == 3
@@ -188,7 +192,7 @@ def block(accepted: int) -> list[tuple[int, mx.array, bool]]:
 
 def test_a_call_is_counted_with_its_statistics() -> None:
     metrics, call = Metrics(), Call()
-    call.path, call.tokens = "speculative", [7] * 6
+    call.path, call.drafted, call.tokens = "speculative", True, [7] * 6
     call.statistics.record(4, block(accepted=3))
     call.statistics.record(4, block(accepted=1))
     call.statistics.plain = 3
@@ -206,6 +210,7 @@ def test_a_call_is_counted_with_its_statistics() -> None:
         "dspine_accepted_tokens_sum 4",
         "dspine_requests_queued 2",
         "dspine_parked_share 0.5",
+        "dspine_round_seconds_count 2",  # also of rounds that nobody waited for
     ):
         assert line in text.splitlines()
 

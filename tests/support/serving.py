@@ -1,5 +1,6 @@
 """Servers in processes of their own, clients on loopback, and a pair whose replies are scripted."""
 
+import fcntl
 import http.client
 import json
 import os
@@ -7,12 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -196,6 +198,8 @@ class Server:
     process: subprocess.Popen
     port: int
     log: Path
+    lock: IO[str] | None = None  # of the port
+    patience: float = 60.0  # seconds that a reply may take
 
     def request(
         self, path: str, body: Any = None, *, method: str | None = None, **headers: str
@@ -203,7 +207,7 @@ class Server:
         raw = (
             body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         )
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
         connection.request(method or ("GET" if raw is None else "POST"), path, raw, headers)
         response = connection.getresponse()
         text = response.read().decode()
@@ -218,7 +222,7 @@ class Server:
 
     def raw(self, content: bytes, *, half_close: bool = False) -> bytes:
         """Whatever comes back for some bytes on a socket."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), self.patience) as connection:
             connection.sendall(content)
             if half_close:
                 connection.shutdown(socket.SHUT_WR)
@@ -235,16 +239,31 @@ def usage(server: Server, path: str = "/v1/completions", **body: Any) -> dict[st
     return reply.body["usage"]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def free_port() -> tuple[int, IO[str]]:
+    """A port, and the lock that keeps other tests on this machine from it while the file is open.
+
+    A port is free until its server has started, which takes seconds. Without a lock two servers
+    were given the same one, and a test talked to the other's.
+    """
+    folder = Path(tempfile.gettempdir()) / f"dspine-mlx-test-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        lock = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+        else:
+            return port, lock
 
 
 def start(module: str, folder: Path, *flags: str) -> Server:
     """`python -m module --port ... flags`, not yet listening."""
     folder.mkdir(parents=True, exist_ok=True)
-    port, log = free_port(), folder / f"{module}.log"
+    (port, lock), log = free_port(), folder / f"{module}.log"
     environment = os.environ | {
         "MLX_DISABLE_COMPILE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -258,7 +277,7 @@ def start(module: str, folder: Path, *flags: str) -> Server:
             stderr=subprocess.STDOUT,
             env=environment,
         )
-    return Server(process, port, log)
+    return Server(process, port, log, lock)
 
 
 def wait_until_up(server: Server, seconds: float = 180) -> Server:
@@ -266,7 +285,8 @@ def wait_until_up(server: Server, seconds: float = 180) -> Server:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and server.process.poll() is None:
         try:
-            if server.request("/health").body.get("loaded", True):
+            loaded = server.request("/health").body.get("loaded", True)
+            if loaded and server.process.poll() is None:
                 return server
         except OSError:
             pass

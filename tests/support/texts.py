@@ -41,6 +41,13 @@ class ScriptedTexts(Drafter):
         positions = lengths.anchors.tolist()
         return [self.scripted(*at) for at in zip(anchors.tolist(), positions, strict=True)]
 
+    def propose(self, anchor: int | mx.array, features: mx.array, cache: list[Any]) -> Proposal:
+        """For a text that is decoded alone."""
+        self.slots.append(self.config.num_proposals)
+        if features.shape[1]:
+            self.extend(features, cache)
+        return self.scripted(int(mx.array(anchor).item()), cache[0].offset)
+
     def scripted(self, anchor: int, position: int) -> Proposal:
         known = [text for text in self.texts if position < len(text) and text[position] == anchor]
         assert known, (anchor, position)

@@ -247,8 +247,8 @@ def test_regenerate_answers_every_turn_after_its_own_earlier_answers(
         ends = [i for i, token in enumerate(ids) if token in tokenizer.eos_token_ids]
         return tokenizer.decode(ids[: ends[0]] if ends else ids)
 
-    def regenerated(name: str, count: int) -> dict:
-        args = ("--model", DEMO / "target", "--temperature", 0, "--max-tokens", count)
+    def regenerated(name: str, count: int, *more: Any) -> dict:
+        args = ("--model", DEMO / "target", "--temperature", 0, "--max-tokens", count, *more)
         assert call("regenerate", data, tmp_path / name, *args).exit_code == 0
         return json.loads((tmp_path / name).read_text())
 
@@ -257,6 +257,7 @@ def test_regenerate_answers_every_turn_after_its_own_earlier_answers(
     row = regenerated("whole.jsonl", 200)
     assert row["messages"] == [messages[0], first, messages[2], second]
     assert row["finish_reason"] == "stop"
+    assert regenerated("drafted.jsonl", 200, "--draft-model", DEMO / "drafter") == row
     cut = regenerated("cut.jsonl", 2)
     assert cut["messages"] == [
         messages[0],

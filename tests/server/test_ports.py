@@ -1,0 +1,31 @@
+"""Ports of servers in tests: none is given to two of them."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from tests.support import serving
+from tests.support.serving import free_port
+
+
+def test_a_port_is_given_once_while_its_lock_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, lock = free_port()
+    offered = iter([first, first, first + 1])
+
+    class Offering:
+        def __enter__(self) -> "Offering":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def bind(self, _: object) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", next(offered)
+
+    monkeypatch.setattr(serving.socket, "socket", Offering)
+    with ExitStack() as stack:
+        second, other = free_port()
+        stack.enter_context(other)
+        assert second == first + 1
+    lock.close()

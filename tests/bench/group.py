@@ -21,7 +21,7 @@ import mlx.core as mx
 from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.in_step import plain_in_step
-from dspine_mlx.group.meet import leading, meet
+from dspine_mlx.group.meet import meet
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.verify_length.schedule import prepare
 from tests.support.families import build, drafter_config
@@ -83,8 +83,8 @@ def main() -> None:
     assert group is not None, "start this with mlx.launch -n 2"
     if group.follows:
         group.follow(args.model, {"trust_remote_code": False})
-    with leading(group):
-        _, tokenizer, none = group.load(args.model, None, {"trust_remote_code": False})
+    with group.leading():
+        _, tokenizer, none = group.load(args.model, None)
         found = measure(none.verifier, tokenizer, args.tokens, args.texts)
     for mode, ratio in found.items():
         print(f"{mode}: {ratio:.3f} of the speed of mlx-lm's own decoding in this group")

@@ -150,6 +150,7 @@ class LeadRollback(Rollback):
         self.op, self.more = FEED, False
         self.promised = False  # the others build for one more row already
         self.broken = self.over = False
+        self.stream = mx.default_stream(mx.default_device())  # of all of the text's collectives
         first = cache[0] if cache else None
         window = first.max_size if isinstance(first, RotatingKVCache) else None
         super().__init__(cache, target.model)
@@ -218,10 +219,10 @@ class LeadRollback(Rollback):
             return
         self.over = True
         self.target.group.text = None
-        if self.promised:
-            self.fulfil()
-        none = mx.array([], mx.uint32)
-        with self.channel.watchdog.watching():
+        with mx.stream(self.stream), self.channel.watchdog.watching():
+            if self.promised:
+                self.fulfil()
+            none = mx.array([], mx.uint32)
             self.channel.settled(self.channel.tell(END, self.keep, none, self.broken))
 
 

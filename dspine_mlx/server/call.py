@@ -3,6 +3,7 @@
 import select
 import socket
 import time
+from collections.abc import Iterator
 from contextvars import ContextVar
 from copy import copy
 from queue import Queue
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from mlx_lm import server as host
 
 from dspine_mlx.round.statistics import Statistics
-from dspine_mlx.server.failure import Failed
+from dspine_mlx.server.failure import Failed, failed
 from dspine_mlx.server.stops import ReplyText
 
 # Whether a reply starts inside a reasoning block, may open one, or comes after one (or has none).
@@ -280,3 +281,14 @@ class Calls:
             self.closed = failure
             for call in self.calls:
                 call.fail(failure)
+
+
+def answered(responses: Iterator[host.Response], call: Call) -> Iterator[host.Response]:
+    """Pass responses on; every error but one of the client's own connection becomes a `Failed`."""
+    try:
+        yield from responses
+        call.check()  # a failed call ends early without an error
+    except OSError:
+        raise
+    except Exception as error:  # whatever the generation thread put on the queue
+        raise call.fail(failed(error)) from error

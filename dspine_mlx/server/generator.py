@@ -16,10 +16,10 @@ from mlx_lm.generate import stream_generate as plain_generate
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.generate import stream_generate as draft_generate
-from dspine_mlx.group.target import LeadTarget, PartOfTarget
+from dspine_mlx.group.target import PartOfTarget
 from dspine_mlx.load import same_random_state
 from dspine_mlx.server.batching import Batching
-from dspine_mlx.server.call import Call, Calls, Reply, serving
+from dspine_mlx.server.call import Call, Calls, Reply, answered, serving
 from dspine_mlx.server.decoding import (
     Arguments,
     check_prompt,
@@ -38,10 +38,9 @@ from dspine_mlx.server.in_group import (
     STOP,
     Stopped,
     check_group,
-    followed,
-    led,
     next_item,
     shareable,
+    text_in_group,
 )
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
@@ -345,30 +344,6 @@ class ResponseGenerator(host.ResponseGenerator):
             checkpoints = self.prompt_cache.checkpoints(
                 self.model_provider.model_key, whole, prompt, tokenizer.eos_token_ids
             )
-        if not isinstance(part, LeadTarget):
-            yield from followed(part, prompt, options | {"checkpoints": checkpoints})
-            return
-
-        def make() -> Generator[GenerationResponse, None, None]:
-            grammar = constraint(call, tokenizer)
-            given = drafting(options, args, tokenizer, grammar)
-            if grammar is not None:
-                given["logits_processors"] = [*given["logits_processors"], grammar]
-            if call.path != "speculative":
-                given["verify_length"] = 0
-            given |= {"max_tokens": max_tokens, "prompt_progress_callback": checked(call, options)}
-            given |= {"lookup": self.options.lookup, "prompt_checkpoints": checkpoints}
-            return draft_generate(part.model, tokenizer, prompt, drafter, **given)
-
-        yield from observed(led(part, make), call)
-
-
-def answered(responses: Iterator[host.Response], call: Call) -> Iterator[host.Response]:
-    """Pass responses on; every error but one of the client's own connection becomes a `Failed`."""
-    try:
-        yield from responses
-        call.check()  # a failed call ends early without an error
-    except OSError:
-        raise
-    except Exception as error:  # whatever the generation thread put on the queue
-        raise call.fail(failed(error)) from error
+        options |= {"max_tokens": max_tokens, "lookup": self.options.lookup}
+        options["prompt_checkpoints"] = checkpoints
+        yield from text_in_group(part, tokenizer, prompt, drafter, options, args)

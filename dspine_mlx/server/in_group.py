@@ -5,8 +5,9 @@ step. What only rank 0 can know is decided before a request is shared: whether i
 its tokens, and whether it is drafted. A text that is served alone is rank 0's: it may end anywhere.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from queue import Empty, Queue
 from types import SimpleNamespace
@@ -15,10 +16,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 
-from dspine_mlx.errors import LostRank
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.errors import InputError, LostRank
+from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.follow import Followed, Follower
+from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
-from dspine_mlx.server.decoding import Arguments
+from dspine_mlx.server.decoding import Arguments, checked, drafting, observed
+from dspine_mlx.server.fields import FieldError
+from dspine_mlx.server.grammar import constraint
 
 STOP = "stop"
 
@@ -45,6 +51,33 @@ def shareable(args: Arguments) -> Arguments:
     return replace(args, prepared=(None, prepared[1]))
 
 
+def text_in_group(
+    part: PartOfTarget,
+    tokenizer: Any,
+    prompt: list[int],
+    drafter: Drafter | None,
+    options: dict[str, Any],
+    args: Arguments,
+) -> Iterator[Any]:
+    """One text on several machines: rank 0's, which the others follow."""
+    if not isinstance(part, LeadTarget):
+        yield from followed(part, prompt, options)
+        return
+    call = args.call
+
+    def make() -> Generator[GenerationResponse, None, None]:
+        grammar = constraint(call, tokenizer)
+        given = drafting(options, args, tokenizer, grammar)
+        if grammar is not None:
+            given["logits_processors"] = [*given["logits_processors"], grammar]
+        if call.path != "speculative":
+            given["verify_length"] = 0
+        given["prompt_progress_callback"] = checked(call, options)
+        return stream_generate(part.model, tokenizer, prompt, drafter, **given)
+
+    yield from observed(led(part, make), call)
+
+
 def led(
     target: LeadTarget, make: Callable[[], Generator[GenerationResponse, None, None]]
 ) -> Iterator[GenerationResponse]:
@@ -69,7 +102,7 @@ def followed(
     """The others: the tokens of rank 0's text, once it is over, as `_serve_single` reads them."""
     job, text = target.channel.receive(), Followed(failed=True)
     if job["do"] == "text":
-        follower = Follower(target, job, options["prompt_cache"], options["checkpoints"])
+        follower = Follower(target, job, options["prompt_cache"], options["prompt_checkpoints"])
         text = follower.run(options["stream"])
         job = target.channel.receive()
     mx.random.state[0][:] = mx.array(job["state"], mx.uint32)
@@ -84,3 +117,37 @@ def check_group(target: PartOfTarget | None) -> None:
     """Raise `LostRank` if the group has ended meanwhile."""
     if target is not None and target.group.lost:
         raise LostRank("another rank is lost, so this group's server ends")
+
+
+@contextmanager
+def loading(part: PartOfTarget | None) -> Iterator[None]:
+    """On rank 0 of a group: within the block the others do what loading a drafter asks of them, and
+    fail with it."""
+    if part is None:
+        yield
+        return
+    part.channel.watchdog.disarm()  # it may take long
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        part.group.share(do="done", failed=failed)
+
+
+def follow_loading(part: PartOfTarget, tokenizer: Any) -> None:
+    """The others' side of `loading`."""
+    part.channel.watchdog.disarm()
+    if Jobs(part, tokenizer).run()["failed"]:
+        raise FieldError("draft_model", "rank 0 can't load the drafter")
+
+
+def check_group_flags(cli_args: Namespace) -> None:
+    """Refuse flags that a group can't serve with."""
+    if cli_args.adapter_path is not None:
+        raise InputError("--adapter-path can't be used on several machines; leave it out")
+    if cli_args.prompt_cache_bytes is not None:
+        raise InputError(
+            "--prompt-cache-bytes can't be used on several machines, which would drop different "
+            "caches; limit them with --prompt-cache-size"
+        )

@@ -18,7 +18,6 @@ from dspine_mlx.batch.generation import why_alone
 from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
-from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.meet import meet
 from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.group.shards import check_part, check_rollback, see_whole
@@ -31,6 +30,7 @@ from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags
+from dspine_mlx.server.in_group import check_group_flags, follow_loading, loading
 from dspine_mlx.server.options import ANY, Options
 from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target
@@ -256,40 +256,6 @@ class Provider(host.ModelProvider):
             yield
         finally:
             self.loading = False
-
-
-@contextmanager
-def loading(part: PartOfTarget | None) -> Iterator[None]:
-    """On rank 0 of a group: within the block the others do what loading a drafter asks of them, and
-    fail with it."""
-    if part is None:
-        yield
-        return
-    part.channel.watchdog.disarm()  # it may take long
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        part.group.share(do="done", failed=failed)
-
-
-def follow_loading(part: PartOfTarget, tokenizer: Any) -> None:
-    """The others' side of `loading`."""
-    part.channel.watchdog.disarm()
-    if Jobs(part, tokenizer).run()["failed"]:
-        raise FieldError("draft_model", "rank 0 can't load the drafter")
-
-
-def check_group_flags(cli_args: Namespace) -> None:
-    """Refuse flags that a group can't serve with."""
-    if cli_args.adapter_path is not None:
-        raise InputError("--adapter-path can't be used on several machines; leave it out")
-    if cli_args.prompt_cache_bytes is not None:
-        raise InputError(
-            "--prompt-cache-bytes can't be used on several machines, which would drop different "
-            "caches; limit them with --prompt-cache-size"
-        )
 
 
 def default_pair(cli_args: Namespace, quiet: bool = False) -> None:

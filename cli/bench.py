@@ -173,17 +173,19 @@ def bench(
     if alone and leads.get() is not None:
         raise InputError("several machines are measured with plain, auto and fixed:N only")
     check_pair(model, draft_model)  # before large imports, so that it is said at once
+    if kernels != "auto":  # whose check is among the large imports
+        from dspine_mlx.arguments import check_kernels
+
+        check_kernels(kernels)
     messages = [QUESTION]
     if load.suite is not None:
         messages = load_suite(load.suite, load.limit, lambda line: typer.echo(line, err=True))
 
-    from dspine_mlx.arguments import check_kernels
     from dspine_mlx.cli.bench_runs import concurrent, load_pair, one_by_one, watch
     from dspine_mlx.cli.bench_steps import verify_steps
     from dspine_mlx.cli.bench_tables import draw, draw_loads
     from dspine_mlx.cli.pair import chosen
 
-    check_kernels(kernels)
     settings = {
         "prompts": len(messages),
         "max_tokens": load.max_tokens,

@@ -142,7 +142,7 @@ def columns(screen: Console, sides: list[Side]) -> Table:
 
 
 def report(screen: Console, result: dict[str, Any]) -> None:
-    """A line per side, what the policy did, and whether drafting paid."""
+    """A line per side, and whether drafting paid, as it was measured."""
     lines: list[str] = []
     for row in result["ways"]:
         lines.append(
@@ -151,7 +151,6 @@ def report(screen: Console, result: dict[str, Any]) -> None:
         )
         if "acceptance_length" in row:
             lines[-1] += f"; {row['acceptance_length']:.2f} tokens per round"
-            lines.append(f"{'':15} {row['verdict']}")
     if result["speedup"] is not None:
         alike = {True: ", the same text", False: ", another text", None: ""}[result["identical"]]
         lines.append(f"{'verdict':15} {verdict(result['speedup'])}{alike}")

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Step = TypeVar("Step")
 
@@ -84,3 +87,19 @@ def print_bars(screen: Console, names: Sequence[str], rows: Sequence[tuple[str, 
     for (name, figure), text in zip(rows, figures, strict=True):
         table.add_row(name, text, "█" * round(longest * figure / most) if most else "")
     screen.print(table, markup=False)
+
+
+def progress_bar() -> "Progress":
+    """A bar of things done and to do, on standard error; none unless that is a terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    screen = console(stderr=True)
+    what = TextColumn("{task.description}")
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=screen, disable=not screen.is_terminal)

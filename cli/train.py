@@ -135,6 +135,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
     """Build the run, train it, and leave OUTPUT/drafter."""
     from dspine_mlx.cli import plots
     from dspine_mlx.cli.output import check_matplotlib
+    from dspine_mlx.cli.screen import progress_bar
     from dspine_mlx.train.export import check_layout
     from dspine_mlx.train.loop import read_log
 
@@ -240,23 +241,6 @@ def interruptible() -> "Iterator[Event]":
         signal.signal(signal.SIGINT, before)
 
 
-def progress_bar() -> "Progress":
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    from dspine_mlx.cli.screen import console
-
-    screen = console(stderr=True)
-    what = TextColumn("{task.description}")
-    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=screen, disable=not screen.is_terminal)
-
-
 @app.command("regenerate")
 def regenerate(
     data: Annotated[
@@ -290,6 +274,7 @@ def regenerate(
     import mlx.core as mx
 
     from dspine_mlx.arguments import check_seed, check_whole
+    from dspine_mlx.cli.screen import progress_bar
     from dspine_mlx.load import load_drafter, resolve
     from dspine_mlx.target.open import open_target
     from dspine_mlx.train.data import Problems, read_prompts
@@ -340,6 +325,7 @@ def evaluate(
     check_needs(model, draft_model)  # before large imports, so that it is said at once
 
     from dspine_mlx.arguments import check_seed, check_whole
+    from dspine_mlx.cli.screen import progress_bar
     from dspine_mlx.train.evaluate import measure
 
     check_seed(seed)

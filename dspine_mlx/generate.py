@@ -37,7 +37,7 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
 from dspine_mlx.round.text import Checkpoints, DraftFilter, Text, Token
 from dspine_mlx.round.user_code import FedByMLX, user_processors, user_sampler
-from dspine_mlx.target.given_cache import check_given, target_layout
+from dspine_mlx.target.given_cache import check_given, check_length, target_layout
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.verify_length.schedule import policy_for
 
@@ -87,16 +87,6 @@ def make_caches(
         given[count:] = drafter.make_cache()
     check_given(given, drafter.cache_layout, count, "drafter")
     return given
-
-
-def check_length(given: Any, model: nn.Module) -> int:
-    """Require a list with an entry for each of the model's caches; returns their number."""
-    count = len(make_prompt_cache(model))
-    if not isinstance(given, list):
-        raise InputError(f"prompt_cache is a {type(given).__name__}; it must be a list")
-    if len(given) < count:
-        raise InputError(f"prompt_cache has {len(given)} entries; this target needs {count}")
-    return count
 
 
 def to_token_ids(

@@ -45,10 +45,12 @@ class Steps(NamedTuple):
     verify: np.ndarray  # [M + 1] of 1 .. M + 1 rows of each text
 
 
-def guess(curve: Curve) -> BatchCurve:
-    """One text, where only a full draft's cost is known: drafts as steep in rows as forwards."""
-    rows = curve.verify[0]
-    return BatchCurve(1, curve, tuple(row / rows[-1] for row in rows[1:]))
+def guess(curve: Curve, slots: int) -> BatchCurve:
+    """One text, where only a full draft's cost is known, of so many tokens: drafts as steep in rows
+    as forwards. The curve may be wider."""
+    low, high = (rows[: slots + 1] for rows in curve.verify)
+    shares = tuple(row / low[-1] for row in low[1:])
+    return BatchCurve(1, replace(curve, verify=(low, high)), shares)
 
 
 def between(known: Sequence[BatchCurve], texts: int) -> BatchCurve:

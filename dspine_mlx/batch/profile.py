@@ -39,15 +39,15 @@ def measure(drafter: Drafter, one: Curve, seconds: float = SECONDS) -> list[Batc
     for texts, widths in SIZES.items():
         if curves and time.perf_counter() - started > seconds:
             break
-        widths = tuple(w for w in widths if w <= drafter.config.num_proposals + 1)
+        most = drafter.config.num_proposals + 1
+        widths = tuple(sorted({min(w, most) for w in widths}))
         times = medians(Steps(drafter, texts), widths, seconds / len(SIZES))
-        curves.append(as_curve(texts, times, one))
+        curves.append(as_curve(texts, times, one, most))
     return curves
 
 
-def as_curve(texts: int, times: Seconds, one: Curve) -> BatchCurve:
-    """A curve over all widths from the times of some."""
-    most = len(one.verify[0])
+def as_curve(texts: int, times: Seconds, one: Curve, most: int) -> BatchCurve:
+    """A curve over all widths up to the most, from the times of some."""
     widths = np.arange(1, most + 1)
 
     def over(step: str) -> np.ndarray:
@@ -67,7 +67,7 @@ def as_curve(texts: int, times: Seconds, one: Curve) -> BatchCurve:
         Curve(
             one.depths,
             (plain, plain + deeper(0)),
-            (float(draft[-1]), float(draft[-1]) + deeper(most + 1)),
+            (float(draft[-1]), float(draft[-1]) + deeper(-1)),
             (tuple(verify.tolist()), deep),
         ),
         tuple((draft / draft[-1]).tolist()),

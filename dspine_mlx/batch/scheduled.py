@@ -58,16 +58,19 @@ class Scheduled:
     def __init__(
         self,
         schedule: Schedule,
+        slots: int,
         curves: Sequence[BatchCurve] = (),
         shortens: bool = True,
         keep: Callable[[BatchCosts], None] = lambda costs: None,
     ):
-        """shortens: whether blocks may be narrower than the drafter's own; keep: called when a
-        text is over."""
-        curve = schedule.costs.curve
+        """slots: tokens that the drafter proposes at most; shortens: whether its blocks may be
+        narrower; keep: called when a text is over."""
         self.calibrations, self.keep = schedule.calibrations, keep
-        self.costs, self.budget = BatchCosts(curves or [guess(curve)]), Budget()
-        self.widest = len(curve.verify[0]) - 1
+        self.costs, self.budget = (
+            BatchCosts(curves or [guess(schedule.costs.curve, slots)]),
+            Budget(),
+        )
+        self.widest = slots
         self.least = 1 if shortens else self.widest
         self.average = dict[str, Average]()  # by mode
         self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
@@ -259,5 +262,6 @@ def batch_policy(verify_length: int | str, drafter: Drafter) -> BatchPolicy:
     schedule = drafter.schedule or prepare(drafter)
     if schedule.batch is None:
         curves, keep = batch_curves(drafter, schedule)
-        schedule.batch = Scheduled(schedule, curves, drafter.config.causal_block, keep)
+        slots, shortens = drafter.config.num_proposals, drafter.config.causal_block
+        schedule.batch = Scheduled(schedule, slots, curves, shortens, keep)
     return schedule.batch

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+
 from dspine_mlx.errors import InputError
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group, bits
@@ -32,3 +35,10 @@ def stated_packing(block: Any) -> Packing:
     if not isinstance(block, dict):
         raise InputError(f"quantization is {block!r} in config.json; it must be an object")
     return packing_of(block.get("mode", "affine"), block.get("bits"), block.get("group_size"))
+
+
+def same_weight(own: nn.Module, shared: nn.Module) -> bool:
+    """Whether two modules hold the same weight, neither packed."""
+    if "scales" in own or "scales" in shared or own.weight.shape != shared.weight.shape:
+        return False
+    return mx.array_equal(own.weight, shared.weight).item()

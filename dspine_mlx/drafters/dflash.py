@@ -14,6 +14,7 @@ from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from dspine_mlx.batch.draft_rows import DraftRows
+from dspine_mlx.checkpoints.packing import same_weight
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
@@ -200,7 +201,7 @@ class DFlash(nn.Module):
         """The target with the embedding and head to propose with: the network's own where they
         differ, and only the head's rows of a reduced vocabulary."""
         for name, shared in (("embed_tokens", target.embed), ("lm_head", target.lm_head)):
-            if name in self and equal(self[name], shared):
+            if name in self and same_weight(self[name], shared):
                 del self[name]
         lent = copy(target)
         if "embed_tokens" in self:
@@ -298,13 +299,6 @@ class DFlash(nn.Module):
     def slotwise(self, logits: mx.array, confidence: mx.array | None = None) -> SlotwiseProposal:
         """A proposal of slots that pick on their own, from the head's logits [M, Vd]."""
         return SlotwiseProposal(self.config, logits, self.get("d2t"), confidence)
-
-
-def equal(own: nn.Module, shared: nn.Module) -> bool:
-    """Whether two modules hold the same weight, neither packed."""
-    if "scales" in own or "scales" in shared or own.weight.shape != shared.weight.shape:
-        return False
-    return mx.array_equal(own.weight, shared.weight).item()
 
 
 ATTENTION = tuple(f"layers.{{i}}.self_attn.{name}_proj" for name in "qkvo")

@@ -49,7 +49,7 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
     prompt_cache = PromptCache(provider, *cache_limits(provider.cli_args))
     generator = ResponseGenerator(provider, prompt_cache, options)
     host.stream_generate = generator.stream_generate
-    host.BatchGenerator = generator.batch_generator
+    host.BatchGenerator = generator.batching.batch_generator
     if provider.group is not None and provider.group.follows:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the others
         return generator.follow()

@@ -1,12 +1,10 @@
 """mlx_lm.server's ResponseGenerator, whose requests are drafted for: alone or together."""
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
@@ -15,12 +13,12 @@ from mlx_lm import server as host
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
-from dspine_mlx.batch.generation import why_alone
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.generate import stream_generate as draft_generate
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.load import same_random_state
+from dspine_mlx.server.batching import Batching
 from dspine_mlx.server.call import Call, Calls, Reply, serving
 from dspine_mlx.server.decoding import (
     Arguments,
@@ -33,7 +31,6 @@ from dspine_mlx.server.decoding import (
     reasoning,
     try_sampling,
 )
-from dspine_mlx.server.drafting_batch import DraftingBatch
 from dspine_mlx.server.failure import CLIENT_GONE, Failed, failed
 from dspine_mlx.server.grammar import constraint
 from dspine_mlx.server.images import image_parts
@@ -46,15 +43,13 @@ from dspine_mlx.server.in_group import (
     next_item,
     shareable,
 )
-from dspine_mlx.server.job import Job, job_of
 from dspine_mlx.server.metrics import Metrics
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.prompts import BoundedTokenizer
-from dspine_mlx.server.provider import DEFAULT, Provider
+from dspine_mlx.server.provider import Provider
 from dspine_mlx.server.stops import ReplyText
 
-STOCK: Any = host.BatchGenerator  # before that name is rebound
 ONE_STEP = (None,)  # in place of mlx_lm's half a second between two looks for new requests
 POLL = 0.1  # seconds between two checks of a waiting client's connection
 
@@ -69,7 +64,7 @@ class ResponseGenerator(host.ResponseGenerator):
         self.metrics = Metrics()
         self.load_failure: str | None = None
         self.again: deque[tuple] = deque()  # requests of a batch that failed
-        self.batch: Callable[[], DraftingBatch | None] = lambda: None  # a weak reference
+        self.batching = Batching(provider, prompt_cache, options, self.calls)
         super().__init__(provider, prompt_cache)
         if not self._is_distributed:
             self._time_budget: Any = ONE_STEP
@@ -220,7 +215,7 @@ class ResponseGenerator(host.ResponseGenerator):
         if args.call.failure is not None:
             reply.put(args.call.failure)
             return None
-        self.choose_path(args)
+        self.batching.choose_path(args, self._is_batchable)
         return self.calls.take(reply, request, args)
 
     def next_in_step(self, timeout: float | None) -> tuple | None:
@@ -251,80 +246,16 @@ class ResponseGenerator(host.ResponseGenerator):
             return False
         return True
 
-    def choose_path(self, args: Arguments) -> None:
-        """Choose the drafter whose batch a request joins; None is mlx_lm's own batch. A request
-        that can't be batched is decoded in turn."""
-        call = args.call
-        wanted = self.model_provider.draft_for(args.model)
-        call.drafted = wanted is not None and call.verify_length != 0
-        for draft in self.batches_for(args, wanted):
-            args.model = replace(args.model, draft=draft)
-            if self._is_batchable(args):
-                if draft is None:
-                    call.path, call.drafted = "batched", False
-                return  # a drafting batch says how its texts are decoded
-        call.path = "speculative" if call.drafted else "plain"
-        args.model = replace(args.model, draft=wanted if call.drafted else None)
-
-    def batches_for(self, args: Arguments, wanted: str | None) -> list[str | None]:
-        """Drafters of batches that a request may join, the best first.
-
-        A batch at work takes all requests for its model, so that none has to wait: whoever drafts,
-        a text is the target's own, and one without a drafter is never drafted for. Otherwise
-        mlx_lm's batches serve those without a drafter, and several requests of a pair that drafts
-        for one text at a time.
-        """
-        provider, own = self.model_provider, args.call.verify_length
-        if self.drafting:
-            return [wanted, provider.model_key[2]]
-        if self.plain_batch:
-            return [None, wanted]
-        if wanted is None or own == self.options.verify_length == 0:
-            return [None, wanted or provider.draft_for(replace(args.model, draft=DEFAULT))]
-        loaded = provider.loaded_drafter(replace(args.model, draft=wanted)) is not None
-        busy = loaded and len(self.calls) > 1
-        return [wanted, None] if busy or not args.call.drafted else [wanted]
-
-    @property
-    def drafting(self) -> bool:
-        """Whether requests are at work that share a drafter."""
-        batch = self.batch()
-        return batch is not None and bool(batch.jobs)
-
-    @property
-    def plain_batch(self) -> bool:
-        """Whether a batch of mlx_lm's own is at work."""
-        running = [args for *_, args in self.calls.in_progress()]
-        return any(args.call.path == "batched" and args.model.draft is None for args in running)
-
     def _is_batchable(self, args: Arguments) -> bool:
         if args.call.alone:
             return False
         if args.model.draft is None:
             return args.call.grammar is None and super()._is_batchable(args)
-        if self._is_distributed:
-            return False  # a group drafts for one text at a time
-        drafter = self.model_provider.loaded_drafter(args.model)
-        together = drafter is not None and why_alone(drafter) is None
-        return together and self.cli_args.kv_bits is None
-
-    def batch_generator(self, model: Any, **options: Any) -> Any:
-        """Stand-in for mlx_lm's BatchGenerator, for the model that was loaded last."""
-        drafter = self.model_provider.draft_model
-        if drafter is None or self._is_distributed:
-            return STOCK(model, **options)
-        keep = partial(self.prompt_cache.insert_cache, self.model_provider.model_key)
-        batch = DraftingBatch(drafter, self.options, self.new_job, keep, **options)
-        self.batch = weakref.ref(batch)
-        return batch
-
-    def new_job(self, uid: int, **request: list[Any]) -> Job:
-        """The request that has just been tokenised."""
-        return job_of(uid, self.arriving, self.model_provider, self.prompt_cache, request)
+        return not self._is_distributed and self.batching.possible(args)
 
     def _tokenize(self, tokenizer: Any, request: host.CompletionRequest, args: Arguments) -> Any:
         call, provider = args.call, self.model_provider
-        self.arriving = args
+        self.batching.arriving = args
         if self._rank > 0 and args.prepared is not None:
             return args.prepared[1]  # rank 0's
         provider.release()
@@ -347,7 +278,7 @@ class ResponseGenerator(host.ResponseGenerator):
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: list[str]) -> Any:
         """Make mlx_lm's state machine for a request; stop strings are found in the text instead."""
         ends, machine = super()._make_state_machine(model_key, tokenizer, [])
-        call = self.arriving.call
+        call = self.batching.arriving.call
         if call.text is None and (stop_words or call.tokens):
             call.text = ReplyText(stop_words, ends, tokenizer.detokenizer)
             for token in call.tokens:

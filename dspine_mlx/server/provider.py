@@ -234,7 +234,7 @@ class Provider(host.ModelProvider):
                 drafter = load_drafter(path, target, kernels=self.options.kernels)
                 auto = self.options.verify_length == "auto"
                 prepare(drafter, profile=self.options.profile and auto)
-                if why_alone(drafter) is None:
+                if self.part is None and why_alone(drafter) is None:
                     batch_policy(self.options.verify_length, drafter)  # it may measure, too
             except InputError as error:
                 raise FieldError("draft_model", str(error)) from error

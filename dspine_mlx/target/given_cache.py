@@ -112,3 +112,13 @@ def check_place(name: str, cache: Any, wanted: Place, whose: str) -> None:
             f"{name} has {len(found.shapes)} states, this {whose}'s {len(wanted.shapes)}; it is "
             "another model's"
         )
+
+
+def check_length(given: Any, model: nn.Module) -> int:
+    """Require a list with an entry for each of the model's caches; returns their number."""
+    count = len(make_prompt_cache(model))
+    if not isinstance(given, list):
+        raise InputError(f"prompt_cache is a {type(given).__name__}; it must be a list")
+    if len(given) < count:
+        raise InputError(f"prompt_cache has {len(given)} entries; this target needs {count}")
+    return count

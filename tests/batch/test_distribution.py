@@ -166,7 +166,7 @@ def test_texts_follow_the_targets_distribution(
     model, drafter = small
     assert drafter.schedule is not None
     policies: dict[str, BatchPolicy] = {
-        "scheduled": Scheduled(drafter.schedule),
+        "scheduled": Scheduled(drafter.schedule, drafter.config.num_proposals),
         "coupled": Coupled(2, needs_evidence=True),
         "narrow": Narrow(2),
         "fixed": FixedLength(1),

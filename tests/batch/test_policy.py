@@ -55,7 +55,7 @@ class Machine:
             rows = tuple(self.forward(B * width) for width in range(1, M + 2))
             seconds = (rows[0], rows[0]), (drafts[-1], drafts[-1]), (rows, rows)
             curves.append(BatchCurve(B, Curve((64, 2048), *seconds), shares))
-        return Scheduled(Schedule(Costs(curves[0].curve), {}), curves, shortens)
+        return Scheduled(Schedule(Costs(curves[0].curve), {}), M, curves, shortens)
 
     def forward(self, rows: int) -> float:
         return 1 + self.row * (rows - 1)

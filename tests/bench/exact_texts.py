@@ -202,7 +202,7 @@ class Turn:
         return drafter
 
     def length(self, kind: str) -> Any:
-        drawn = {"one": 1, "several": self.rng.randint(2, 7), "auto": "auto"}
+        drawn = {"one": 1, "several": self.rng.randint(2, 15), "auto": "auto"}
         return drawn.get(kind) or AnyLength(0, rng=self.rng)
 
 

@@ -88,7 +88,7 @@ def test_every_flag_of_mlx_lm_is_ours(
 
 REFUSED = [
     (["generate", "-p", "a", "--image", "a.png", "b.png"], "drafters read text"),
-    (["chat", "--pipeline"], "drafting is for one machine"),
+    (["chat", "--pipeline"], "needs several machines: start this command with mlx.launch"),
     (["convert", "--hf-path", "x", "--quant-predicate", "mixed_2_6"], "packed alike"),
     (["convert", "--hf-path", "x", "-d"], "can't bring a drafter's exact weights back"),
     (["convert", "--hf-path", "x", "--trust-remote-code"], "has no code to run"),

@@ -129,7 +129,7 @@ def test_piped_and_as_json(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dspine_mlx.cli", *LIVE, "--json", str(out)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = result.stdout.splitlines()
-    assert [line[:15].strip() for line in lines] == ["plain decoding", "drafted", "", "verdict"]
+    assert [line[:15].strip() for line in lines] == ["plain decoding", "drafted", "verdict"]
     document = json.loads(out.read_text())["results"][0]
     first, second = document["ways"]
     assert [first["way"], second["way"]] == [PLAIN, AUTO]

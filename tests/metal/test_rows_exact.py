@@ -37,7 +37,7 @@ CASES = [(*packing, whole) for packing in PACKINGS for whole in (True, False)]
 def case(
     bits: int, group: int, dtype: mx.Dtype, mode: str = "affine", whole: bool = True, M: int = 7
 ) -> tuple[mx.array, Matrix]:
-    K = 512 if whole else 512 + 2 * group
+    K = 512 if whole else 512 + max(group, 32)
     return normal((M, K), dtype), matrix((21, K), bits, group, dtype, mode)
 
 

@@ -1,8 +1,10 @@
 """A rank's part of a target, and rank 0's, which tells the others what it feeds."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
+from threading import current_thread, main_thread
 from typing import Any
 
 import mlx.core as mx
@@ -87,9 +89,10 @@ class LeadTarget(PartOfTarget):
         if text is None or text.cache is not cache:
             raise RuntimeError("a group decodes one text at a time, and another has begun")
         verify = text.op == VERIFY
-        self.channel.announced = True
-        rows = self.run(text.announce(tokens), cache, ids, eager_taps, verify)
-        self.channel.announced = False
+        with uninterrupted():
+            self.channel.announced = True
+            rows = self.run(text.announce(tokens), cache, ids, eager_taps, verify)
+            self.channel.announced = False
         return rows
 
     def rollback(
@@ -224,6 +227,22 @@ class LeadRollback(Rollback):
                 self.fulfil()
             none = mx.array([], mx.uint32)
             self.channel.settled(self.channel.tell(END, self.keep, none, self.broken))
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off to the end of the block: once a forward is announced, the others run it."""
+    if current_thread() is not main_thread():  # which no signal reaches
+        yield
+        return
+    asked: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *signals: asked.append(signals))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked and callable(before):
+        before(*asked[0])
 
 
 def plain_type(head: nn.Module) -> type[nn.Module]:

@@ -61,7 +61,8 @@ def test_an_interrupt_ends_all(target: str, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
     lead, other = ranks.end(60)
     assert lead.status != 0
-    assert (other.status, other.out, other.said) == (0, "", [])
+    assert other.out == ""
+    assert (other.status, len(other.said)) in ((0, 0), (1, 1))  # 1: as a lost rank ends it
 
 
 def test_a_reader_that_leaves_ends_all(target: str, tmp_path: Path) -> None:

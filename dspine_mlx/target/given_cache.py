@@ -5,6 +5,7 @@ some layers have been changed already, or is read as if its rows were this model
 """
 
 from typing import Any, NamedTuple
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,13 +37,20 @@ class Place(NamedTuple):
 
 
 Layout = list[list[Place]]  # of each entry, a CacheList's members one by one
+LAYOUTS: dict[int, tuple[ref[nn.Module], Layout]] = {}  # by the id of a model
 
 
 def target_layout(model: nn.Module) -> Layout:
-    """A model's own: of caches that a forward over one token would fill, which is never run."""
-    caches = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=caches)
-    return layout(caches)
+    """A model's own, found once: of caches that a forward over one token would fill, which is never
+    run."""
+    key = id(model)
+    known, found = LAYOUTS.get(key, (None, []))
+    if known is None or known() is not model:
+        caches = make_prompt_cache(model)
+        model(mx.array([[0]]), cache=caches)
+        found = layout(caches)
+        LAYOUTS[key] = ref(model, lambda _: LAYOUTS.pop(key, None)), found
+    return found
 
 
 def layout(caches: list[Any]) -> Layout:

@@ -5,9 +5,8 @@ step. What only rank 0 can know is decided before a request is shared: whether i
 its tokens, and whether it is drafted. A text that is served alone is rank 0's: it may end anywhere.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from queue import Empty, Queue
 from types import SimpleNamespace
@@ -17,13 +16,11 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError, LostRank
+from dspine_mlx.errors import LostRank
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.follow import Followed, Follower
-from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.server.decoding import Arguments, checked, drafting, observed
-from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.grammar import constraint
 
 STOP = "stop"
@@ -117,37 +114,3 @@ def check_group(target: PartOfTarget | None) -> None:
     """Raise `LostRank` if the group has ended meanwhile."""
     if target is not None and target.group.lost:
         raise LostRank("another rank is lost, so this group's server ends")
-
-
-@contextmanager
-def loading(part: PartOfTarget | None) -> Iterator[None]:
-    """On rank 0 of a group: within the block the others do what loading a drafter asks of them, and
-    fail with it."""
-    if part is None:
-        yield
-        return
-    part.channel.watchdog.disarm()  # it may take long
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        part.group.share(do="done", failed=failed)
-
-
-def follow_loading(part: PartOfTarget, tokenizer: Any) -> None:
-    """The others' side of `loading`."""
-    part.channel.watchdog.disarm()
-    if Jobs(part, tokenizer).run()["failed"]:
-        raise FieldError("draft_model", "rank 0 can't load the drafter")
-
-
-def check_group_flags(cli_args: Namespace) -> None:
-    """Refuse flags that a group can't serve with."""
-    if cli_args.adapter_path is not None:
-        raise InputError("--adapter-path can't be used on several machines; leave it out")
-    if cli_args.prompt_cache_bytes is not None:
-        raise InputError(
-            "--prompt-cache-bytes can't be used on several machines, which would drop different "
-            "caches; limit them with --prompt-cache-size"
-        )

@@ -30,7 +30,7 @@ from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.server.failure import UnknownModel
 from dspine_mlx.server.fields import FieldError
 from dspine_mlx.server.flags import check_flags
-from dspine_mlx.server.in_group import check_group_flags, follow_loading, loading
+from dspine_mlx.server.group_loading import check_group_flags, follow_loading, loading
 from dspine_mlx.server.options import ANY, Options
 from dspine_mlx.server.prompts import most_characters
 from dspine_mlx.target.model import Target

@@ -34,6 +34,7 @@ FLAGS: dict[str, st.SearchStrategy[int] | st.SearchStrategy[float]] = {
     "--min-p": REAL,
     "--xtc-probability": REAL,
     "--xtc-threshold": REAL,
+    "--patience": REAL,
 }
 
 

@@ -184,7 +184,7 @@ def test_costs_say_of_which_pair_and_when(on_file: dict[str, Path]) -> None:
     assert entry.pair.endswith("with DSpine, 2 layers, 7 proposals")
     assert (round(entry.days), entry.problem, entry.device) == (7, "", store.device_name())
     (line,) = found(doctor.on_file(), "costs")
-    figures = "plain 1.0 ms, draft 0.1 ms, verify 1.0 ms (1 row) to 1.0 ms (8 rows)"
+    figures = "plain 1.0 ms, draft 0.1 ms, verify 1.0 ms (1 row) to 1.0 ms (16 rows)"
     assert line == Finding("costs", OK, f"{entry.pair}: {figures}; 7 days old")
 
 

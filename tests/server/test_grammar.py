@@ -128,6 +128,7 @@ def test_structured_decoding_is_exact_with_a_drafter(
             drafter,
             logits_processors=[grammar],
             draft_filter=grammar.permitted,
+            lookup=False,
             **options,
         )
     )

@@ -64,12 +64,11 @@ def in_turn(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
     return replies
 
 
-@pytest.mark.parametrize("own", [{}, {"draft_model": None}])
 @pytest.mark.parametrize("more", [{}, {"stop": "@three@one@twos"}, {"logprobs": True}])
 def test_an_exception_in_a_batch_ends_its_own_request_only(
-    faulty: Server, more: dict[str, Any], own: dict[str, Any]
+    faulty: Server, more: dict[str, Any]
 ) -> None:
-    check_others_go_on(faulty, {"prompt": "@long", "max_tokens": 600} | more | own)
+    check_others_go_on(faulty, {"prompt": "@long", "max_tokens": 600} | more)
     assert RESUMED not in faulty.log.read_text()
     assert usage(faulty)["completion_tokens"] == 12
 
@@ -81,6 +80,12 @@ def test_an_exception_in_mlx_lms_batch_ends_its_own_request_only(
     check_others_go_on(without_drafter, {"prompt": "@long", "max_tokens": 600} | more)
     assert RESUMED in without_drafter.log.read_text()
     assert usage(without_drafter)["dspine"]["path"] == "batched"
+
+
+def test_an_exception_among_requests_without_a_drafter_ends_its_own_only(faulty: Server) -> None:
+    """They share mlx-lm's own batch, though the server has a drafter."""
+    check_others_go_on(faulty, {"prompt": "@long", "max_tokens": 600, "draft_model": None})
+    assert RESUMED in faulty.log.read_text()
 
 
 def check_others_go_on(server: Server, long: dict[str, Any]) -> None:

@@ -190,7 +190,7 @@ class DraftingBatch:
 
     def part(self) -> None:
         """Let a text that the others have left for a while go on by itself."""
-        if self.quiet < QUIET or len(self.jobs) > 1:
+        if self.quiet < QUIET or len(self.jobs) != 1:
             return
         job = next(iter(self.jobs.values()))
         if job.shared in self.batch.texts and job.call.drafted:

@@ -175,8 +175,8 @@ class ResponseGenerator(host.ResponseGenerator):
                 super()._generate()
             except Stopped:
                 break
-            except Exception as error:  # of some request in a batch
-                if self._is_distributed or not self.calls.taken:
+            except Exception as error:  # of some request in a batch, or of one that has gone
+                if self._is_distributed:
                     raise
                 logging.exception("a batch failed; its requests go on one by one")
                 self.take_up(error)

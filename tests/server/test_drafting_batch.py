@@ -334,6 +334,21 @@ class Steady(Pace):
         return most if plain is None else 6
 
 
+def test_the_last_client_goes_after_a_long_text_of_its_own_batch(model: nn.Module) -> None:
+    """A text that is not drafted for stays in the batch. When it is over, the only request that is
+    left has no client any more."""
+    batch = new_batch(known(Counting.like(model), [], []), 3, [])
+    batch.insert_segments(asked=[Asked(random_prompt(5), QUIET + 8, verify_length=0)])
+    while batch.jobs:
+        batch.next()
+    (uid,) = batch.insert_segments(asked=[Asked(random_prompt(5))])
+    batch.jobs[uid].call.fail(Failed(CLIENT_GONE, "gone"))
+    progress, responses = batch.next()
+    assert [one.uid for one in progress] == [uid]
+    assert not responses
+    assert not batch.jobs
+
+
 @pytest.mark.parametrize("running", [1, 3])
 def test_running_texts_step_between_any_two_chunks_of_a_prompt(
     model: nn.Module, tokenizer: TokenizerWrapper, running: int

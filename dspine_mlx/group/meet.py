@@ -66,10 +66,14 @@ class Group:
         An interrupt is for rank 0, which then ends the others.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
-        target = PartOfTarget(module, self.channel)
-        check_rollback(target)
-        Jobs(target, tokenizer).run()
+        try:
+            module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
+            target = PartOfTarget(module, self.channel)
+            check_rollback(target)
+            Jobs(target, tokenizer).run()
+        except RuntimeError as error:  # of any evaluation, when a rank is lost
+            self.channel.note(error)
+            raise
         sys.exit(0)
 
     @contextmanager

@@ -17,7 +17,7 @@ def decode_plainly(text: Text, policy: Policy, budget: float) -> Iterator[Token]
     wants what follows the newest tokens to be copied.
 
     As in mlx-lm, the next forward always runs while a token is yielded. A probe's draft runs beside
-    it, and the backlog of features keeps the drafter's cache up to date.
+    it. Features wait in a backlog for the drafter's cache.
     """
     text.roll_back()
     token, logprobs = step(text, text.anchor, more=budget > 1)

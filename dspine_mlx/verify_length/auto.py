@@ -115,8 +115,8 @@ class Auto:
         return self.costs.hopeless(depth, HOPE, self.slots)
 
     def keeps_context(self, depth: int) -> bool:
-        """Taking in a backlog takes no longer than a draft, and is bounded like drafts made while
-        parked."""
+        """Whether a full backlog is worth taking in while parked. It takes a draft's time at most,
+        which may be SHARE of the time that its plain tokens took."""
         affordable = self.costs.probe_share(depth) <= SHARE * BACKLOG
         return affordable and not self.hopeless(depth)
 

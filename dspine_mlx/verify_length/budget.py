@@ -16,7 +16,8 @@ class Budget:
     lose: their tokens less their seconds in plain tokens. When the balance no longer covers another
     round like the last one, drafting stops. A draft that is only watched books half of what its
     round would have won. A balance of one plain token starts drafting again. So does a new text,
-    with half of the last credit until drafting has earned START again.
+    with half of the last credit until drafting has earned START again. What is left at a text's
+    end, CARRIED at most, is the next one's.
     """
 
     balance: float = START

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
@@ -20,7 +20,7 @@ from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
 from tests.support.families import FAMILIES, WINDOW, build
 from tests.support.lookups import Told, use
-from tests.support.samplers import PROCESSORS, SAMPLERS
+from tests.support.samplers import SAMPLERS, seeded_options
 from tests.support.tiny import plain_steps, random_prompt, same_steps, scripted, tiny_target
 
 model_of = cache(build)
@@ -69,16 +69,11 @@ def test_seeded_text_is_mlx_lms(
 ) -> None:
     prompt = random_prompt(17)
 
-    def options() -> dict[str, Any]:
-        mx.random.seed(5)
-        settings = make_logits_processors(**PROCESSORS[processors])
-        return {"max_tokens": 40, "logits_processors": settings}
-
     plainly = make_sampler(**SAMPLERS[sampler]) if sampler else None
-    plain = plain_steps(model, tokenizer, prompt, sampler=plainly, **options())
+    plain = plain_steps(model, tokenizer, prompt, sampler=plainly, **seeded_options(processors, 40))
     ours = Sampler(**SAMPLERS[sampler], seeded=True) if sampler and known else plainly
     use(Told(prompt + [token for token, _ in plain], 5, none=11), monkeypatch)
-    steps = run(model, tokenizer, prompt, sampler=ours, **options())
+    steps = run(model, tokenizer, prompt, sampler=ours, **seeded_options(processors, 40))
     assert same_steps([(r.token, r.logprobs) for r in steps], plain)
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
@@ -18,7 +18,7 @@ from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
 from tests.support.families import FAMILIES, WINDOW, build, random_drafter
 from tests.support.lookups import Copying, Told, use
-from tests.support.samplers import PROCESSORS, SAMPLERS
+from tests.support.samplers import SAMPLERS, seeded_options
 from tests.support.tiny import (
     plain_steps,
     random_prompt,
@@ -81,13 +81,8 @@ def test_seeded_text_with_copies_is_mlx_lms(
 ) -> None:
     prompt = random_prompt(17)
 
-    def options() -> dict[str, Any]:
-        mx.random.seed(5)
-        settings = make_logits_processors(**PROCESSORS[processors])
-        return {"max_tokens": 24, "logits_processors": settings}
-
     plainly = make_sampler(**SAMPLERS[sampler]) if sampler else None
-    plain = plain_steps(model, tokenizer, prompt, sampler=plainly, **options())
+    plain = plain_steps(model, tokenizer, prompt, sampler=plainly, **seeded_options(processors, 24))
     ours = Sampler(**SAMPLERS[sampler], seeded=True) if sampler and known else plainly
     lookup = Told(prompt + [token for token, _ in plain], 4)
     drafter = tiny_dspine(model)
@@ -99,7 +94,7 @@ def test_seeded_text_with_copies_is_mlx_lms(
         monkeypatch,
         drafter=drafter,
         sampler=ours,
-        **options(),
+        **seeded_options(processors, 24),
     )
     assert same_steps([(r.token, r.logprobs) for r in steps], plain)
 

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
+
 SAMPLERS: dict[str, dict[str, Any]] = {
     "temperature": {"temp": 0.8},
     "top-p": {"temp": 0.9, "top_p": 0.8},
@@ -17,3 +20,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 0.7},
     "all": {"logit_bias": {7: 2.0}, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
 }
+
+
+def seeded_options(processors: str, max_tokens: int) -> dict[str, Any]:
+    """Options of one more text with the same seed, and processors that have seen nothing yet."""
+    mx.random.seed(5)
+    made = make_logits_processors(**PROCESSORS[processors])
+    return {"max_tokens": max_tokens, "logits_processors": made}

@@ -8,9 +8,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.batch.draft_contexts import DraftContexts
+from dspine_mlx.batch.select import select_texts
 from dspine_mlx.batch.target_rows import TargetRows
 from dspine_mlx.batch.text import BatchText
-from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.text import Text
@@ -156,15 +156,17 @@ class Batch:
         mx.eval([c.state for c in [*own, *context]])
         return [*own, *context]
 
-    def propose(self, slots: int | None = None) -> list[AnyProposal]:
+    def draft(self, slots: int | None, with_evidence: bool) -> list[Draft]:
         """One forward of the drafter for all texts, over blocks that propose so many tokens; None:
-        all that it can."""
+        all that it can. Nothing is evaluated here."""
         self.cancel()
         if not self.drafter.config.causal_block:
             slots = None
-        anchors = self.anchors
-        parts = [group.context.propose(anchors[part], slots) for group, part in self.parts]
-        return [proposal for part in parts for proposal in part]
+        anchors, kernels, drafts = self.anchors, self.drafter.kernels, list[Draft]()
+        for group, part in self.parts:
+            proposals = group.context.propose(anchors[part], slots)
+            drafts += select_texts(self.texts[part], proposals, kernels, with_evidence)
+        return drafts
 
     def verify(self, drafts: list[Draft], length: int) -> tuple[mx.array, mx.array]:
         """One forward of the target over every text's anchor and the first tokens of its draft:

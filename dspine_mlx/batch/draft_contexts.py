@@ -4,8 +4,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.batch.draft_rows import DraftLengths, DraftRows
-from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.round.draft_context import BACKLOG
 
 
@@ -30,7 +30,7 @@ class DraftContexts:
         self.backlog.append(features)
         self.counts = [n + more for n, more in zip(self.counts, counts, strict=True)]
 
-    def propose(self, anchors: mx.array, slots: int | None = None) -> list[AnyProposal]:
+    def propose(self, anchors: mx.array, slots: int | None = None) -> Proposals:
         """Take in the backlog, and propose tokens after each text's anchor [B]."""
         self.lengths.take_in(self.counts)
         proposals = self.drafter.propose_texts(anchors, self.features, self.cache, slots)

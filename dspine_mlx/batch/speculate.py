@@ -25,10 +25,7 @@ Outcome = tuple[int, int]  # accepted tokens, and the one that follows them
 def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One round: a block of at least one token for each text."""
     texts, started = list(batch.texts), time.perf_counter()
-    proposals = batch.propose(policy.slots(texts, batch.depth))
-    drafts = [
-        text.select(p, policy.needs_evidence) for text, p in zip(texts, proposals, strict=True)
-    ]
+    drafts = batch.draft(policy.slots(texts, batch.depth), policy.needs_evidence)
     mx.eval([[draft.tokens, draft.evidence, draft.greedy_path] for draft in drafts])
     drafted = time.perf_counter()
 

@@ -63,6 +63,14 @@ class BatchText:
             self.key = mx.array(mx.random.state[0])
             mx.random.state[0][:] = others
 
+    @property
+    def draft_temperature(self) -> float | None:
+        """What drafts are drawn at, 0 for greedy ones; None: by a rule of the text's own."""
+        sampler = self.text.draft_sampler
+        if sampler is None:
+            return 0.0
+        return None if sampler.seeded or sampler.truncates or self.key is not None else sampler.temp
+
     def select(self, proposal: AnyProposal, with_evidence: bool) -> Draft:
         text = self.text
         with self.drawing():

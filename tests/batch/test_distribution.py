@@ -18,9 +18,9 @@ from dspine_mlx.batch.generation import Generation
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength
 from dspine_mlx.batch.scheduled import Scheduled
 from dspine_mlx.batch.text import BatchText
-from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 from dspine_mlx.target.model import Target
@@ -134,11 +134,13 @@ class OneTokenBack(Drafter):
         features: mx.array,
         cache: list[DraftRows],
         slots: int | None = None,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         M, tokens = slots or self.config.num_proposals, mx.arange(V, dtype=mx.uint32)
         candidates = mx.broadcast_to(tokens, (M, V))
         later = mx.broadcast_to(self.table, (M - 1, V, V))
-        return [Proposal(candidates, self.table[anchor], later) for anchor in anchors.tolist()]
+        B = anchors.size
+        candidates, later = (mx.broadcast_to(x, (B, *x.shape)) for x in (candidates, later))
+        return Proposals(Proposal(candidates, self.table[anchors], later))
 
 
 def pair(attention: float) -> tuple[nn.Module, Drafter]:

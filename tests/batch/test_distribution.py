@@ -17,6 +17,7 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.batch.generation import Generation
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength
 from dspine_mlx.batch.scheduled import Scheduled
+from dspine_mlx.batch.select import select_texts
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import Proposal
@@ -182,14 +183,12 @@ def test_a_test_by_other_probs_than_those_drawn_from_is_caught(
     tokenizer: TokenizerWrapper,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    select = BatchText.select
+    def wrong(*args: Any) -> list[Draft]:
+        """q is uniform, and no draft was drawn from that."""
+        drafts = select_texts(*args)
+        return [draft._replace(q=mx.full(draft.candidates.shape, 1 / V)) for draft in drafts]
 
-    def wrong(text: BatchText, proposal: AnyProposal, with_evidence: bool) -> Draft:
-        draft = select(text, proposal, with_evidence)
-        assert draft.q is not None
-        return draft._replace(q=mx.full(draft.q.shape, 1 / V))
-
-    monkeypatch.setattr(BatchText, "select", wrong)
+    monkeypatch.setattr("dspine_mlx.batch.batch.select_texts", wrong)
     mx.random.seed(9)
     model, drafter = small
     assert max(sample(model, tokenizer, drafter, FixedLength(2))) > 6

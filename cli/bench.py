@@ -1,9 +1,8 @@
 """dspine-mlx bench: the net gain on this machine."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -24,8 +23,7 @@ QUESTION = [  # for --live without --suite
 ]
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What is decoded, and how much of it at once."""
 
     suite: Annotated[

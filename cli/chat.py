@@ -1,6 +1,6 @@
 """dspine-mlx chat: a conversation in the terminal."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -57,7 +57,7 @@ def chat(
 
     check_max_tokens(max_tokens)
     check_cache_sizes(prefill_step_size, max_kv_size)
-    sampler = Sampler(**asdict(sampling))
+    sampler = Sampler(**sampling._asdict())
     check_seed(seed)
     mx.random.seed(seed)
     loaded = load_pair(pair, length)

@@ -3,9 +3,9 @@
 import json
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -31,8 +31,7 @@ OUTPUT = "Output"
 INTERRUPTED = 128 + signal.SIGINT  # a shell's exit status
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """How the target keeps its keys and values."""
 
     max_kv_size: MaxKvSizeOption = None
@@ -48,8 +47,7 @@ class Cache:
     prefill_step_size: PrefillStepOption = 2048
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """What is printed beside the text."""
 
     explain: Annotated[
@@ -151,7 +149,7 @@ def generate(
     arguments.check_max_tokens(max_tokens)
     arguments.check_cache_sizes(cache.prefill_step_size, cache.max_kv_size)
     arguments.check_kv_quantization(cache.kv_bits, cache.kv_group_size, cache.quantized_kv_start)
-    sampler = Sampler(**asdict(sampling), seeded=seed is not None)
+    sampler = Sampler(**sampling._asdict(), seeded=seed is not None)
     if seed is not None:  # as mlx_lm.generate: before loading, which draws initial weights
         arguments.check_seed(seed)
         mx.random.seed(seed)
@@ -160,7 +158,7 @@ def generate(
         raise InputError("--prompt-cache-file can't be used on several machines; leave it out")
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, pair.model, cache.kv_bits, cache.kv_group_size)
-        pair = replace(pair, model=saved.model)
+        pair = pair._replace(model=saved.model)
     loaded = load_pair(
         pair,
         length,
@@ -184,7 +182,7 @@ def generate(
         prompt_cache=None if saved is None else saved.caches,
         verify_length=length,
         lookup=not pair.no_lookup,
-        **asdict(cache),
+        **cache._asdict(),
     )
     present(responses, output, rounds)
 

@@ -1,7 +1,6 @@
-"""Groups of options: dataclasses that typer sees field by field."""
+"""Groups of options: named tuples that typer sees field by field."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from typer.testing import CliRunner
@@ -11,8 +10,7 @@ from dspine_mlx.cli.groups import Commands, grouped
 Size = Annotated[int, typer.Option("--size", "-s", help="How large.")]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Two fields with a default, one without."""
 
     name: Annotated[str, typer.Option()]
@@ -33,7 +31,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, repr(seen[0]) if seen else result.output
 
 
-def test_fields_are_options_and_come_back_as_the_dataclass() -> None:
+def test_fields_are_options_and_come_back_as_the_named_tuple() -> None:
     given = run("--name", "a", "-s", "5", "--round", "--count", "2")
     assert given == (0, repr((Shape("a", 5, True), 2, "x")))
     assert run("--name", "b") == (0, repr((Shape("b"), 1, "x")))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.groups import Commands, grouped
 from dspine_mlx.cli.options import (
     SAMPLING,
     MaxKvSizeOption,
@@ -20,7 +20,10 @@ from dspine_mlx.cli.prompting import parse_object
 from dspine_mlx.cli.ranks import on_every_rank
 from dspine_mlx.errors import InputError
 
+app = Commands()
 
+
+@app.command()
 @on_every_rank
 @grouped
 def chat(

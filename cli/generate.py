@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.groups import Commands, grouped
 from dspine_mlx.cli.options import (
     CACHE,
     PAIR,
@@ -18,6 +18,7 @@ from dspine_mlx.cli.options import (
     Pair,
     PrefillStepOption,
     Sampling,
+    SeveralValues,
     parse_verify_length,
 )
 from dspine_mlx.cli.prompting import Prompting, read_prompt
@@ -26,6 +27,8 @@ from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
     from dspine_mlx.round.statistics import GenerationResponse
+
+app = Commands()
 
 OUTPUT = "Output"
 INTERRUPTED = 128 + signal.SIGINT  # a shell's exit status
@@ -87,6 +90,7 @@ class Output(NamedTuple):
     )
 
 
+@app.command(cls=SeveralValues)
 @on_every_rank
 @grouped
 def generate(

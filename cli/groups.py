@@ -52,6 +52,9 @@ def options_of(group: Any) -> Iterator[inspect.Parameter]:
 class Commands(typer.Typer):
     """A Typer whose help has paragraphs that fit the terminal, not the source's lines."""
 
+    def __init__(self, add_completion: bool = False, **settings: Any) -> None:
+        super().__init__(add_completion=add_completion, **settings)
+
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         def register(function: Any) -> Any:
             text = settings.pop("help", None) or inspect.getdoc(function) or ""

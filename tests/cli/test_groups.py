@@ -1,10 +1,14 @@
 """Groups of options: named tuples that typer sees field by field."""
 
+import subprocess
+import sys
 from typing import Annotated, NamedTuple
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
+from dspine_mlx.cli import COMMANDS, command_named
 from dspine_mlx.cli.groups import Commands, grouped
 
 Size = Annotated[int, typer.Option("--size", "-s", help="How large.")]
@@ -65,3 +69,25 @@ def test_help_flows_over_the_sources_lines() -> None:
         """
 
     assert typer.main.get_command(app).help == "What it does, in two lines.\n\nMore of it."
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_summary_of_a_command_is_the_first_sentence_of_its_help(name: str) -> None:
+    said = command_named(name).help
+    assert said is not None
+    assert said.startswith(COMMANDS[name])
+    assert said[len(COMMANDS[name]) :][:1] in ("", " ", "\n")
+
+
+def test_one_command_is_imported_and_no_other() -> None:
+    code = """
+import sys
+from dspine_mlx.cli import app
+app(["inspect", "--help"], standalone_mode=False)
+print([name for name in sys.modules if name in %r])
+"""
+    modules = [f"dspine_mlx.cli.{name}" for name in COMMANDS]
+    done = subprocess.run(
+        [sys.executable, "-c", code % modules], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "['dspine_mlx.cli.inspect']"

@@ -1,6 +1,6 @@
 """Texts that share forwards: they join and leave between rounds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class Batch:
     @property
     def anchors(self) -> mx.array:
         """The newest token [B] of each text."""
-        return mx.concatenate([text.anchor for text in self.texts])
+        return mx.array([text.newest for text in self.texts], mx.uint32)
 
     @property
     def depth(self) -> int:
@@ -106,7 +106,7 @@ class Batch:
     def join(self, text: BatchText) -> None:
         """Move a prefilled text in."""
         self.cancel()
-        length = text.text.position
+        length, text.newest = text.text.position, int(text.text.anchor.item())
         group = next((group for group in self.groups if group.takes(length)), None)
         if group is None:
             group = Group(self.drafter)
@@ -130,7 +130,7 @@ class Batch:
             group.keep(staying)
         else:
             self.groups.remove(group)
-        self.texts.pop(at)
+        self.texts.pop(at).settle()
         if self.ahead is not None:
             others = [i for i in range(len(self.texts) + 1) if i != at]
             self.ahead = self.ahead.keep(others) if others else None
@@ -186,12 +186,13 @@ class Batch:
         self.features = joined(features)
         return joined(logits)
 
-    def accept(self, rows: list[int]) -> None:
-        """The first rows[i] >= 1 of the rows just fed belong to text i."""
+    def accept(self, rows: list[int], keeps_up: Callable[[], bool] = lambda: True) -> None:
+        """The first rows[i] >= 1 of the rows just fed belong to text i; keeps_up: whether the
+        drafter should take in a long backlog of them."""
         for group, part in self.parts:
             own = rows[part]
             group.target.accept(own)
-            group.context.add(self.features[part, : max(own)], own)
+            group.context.add(self.features[part, : max(own)], own, keeps_up)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:

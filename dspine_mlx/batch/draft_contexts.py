@@ -1,5 +1,7 @@
 """The drafter's side of several texts: its caches, and features that they have not taken in yet."""
 
+from collections.abc import Callable
+
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
@@ -11,7 +13,10 @@ from dspine_mlx.round.draft_context import BACKLOG
 
 class DraftContexts:
     """The drafter's caches [one per draft layer] of several texts, and a backlog of features
-    [B, n, m*d]: of its newest part the first counts[i] rows are text i's, of the rest all."""
+    [B, n, m*d]: of its newest part the first counts[i] rows are text i's, of the rest all.
+
+    While it is not worth its time to take a full backlog in, the newest BACKLOG rows are kept, as
+    for one text (`dspine_mlx.round.draft_context`)."""
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.lengths = drafter, DraftLengths()
@@ -20,15 +25,27 @@ class DraftContexts:
 
     def clear(self) -> None:
         self.backlog: list[mx.array] = []
+        self.waiting = 0  # rows of all its parts
         self.counts = [0] * len(self.lengths.host)  # rows of the backlog, text by text
 
-    def add(self, features: mx.array, counts: list[int]) -> None:
-        """Rows of the texts, to be taken in later."""
-        waiting = sum(part.shape[1] for part in self.backlog)
-        if waiting >= BACKLOG or self.counts != [waiting] * len(self.counts):
+    def add(
+        self, features: mx.array, counts: list[int], keeps_up: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Rows of the texts, to be taken in later; keeps_up: whether a full backlog is worth taking
+        in now."""
+        if min(self.counts) != self.waiting or (self.waiting >= BACKLOG and keeps_up()):
             self.catch_up()
+        while self.waiting >= BACKLOG:
+            self.drop(self.backlog.pop(0).shape[1])
         self.backlog.append(features)
+        self.waiting += features.shape[1]
         self.counts = [n + more for n, more in zip(self.counts, counts, strict=True)]
+
+    def drop(self, rows: int) -> None:
+        """Forget the oldest rows of the backlog: later drafts lose context only, as rotary
+        positions are relative."""
+        self.waiting -= rows
+        self.counts = [n - rows for n in self.counts]
 
     def propose(self, anchors: mx.array, slots: int | None = None) -> list[AnyProposal]:
         """Take in the backlog, and propose tokens after each text's anchor [B]."""

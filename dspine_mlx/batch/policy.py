@@ -19,6 +19,9 @@ class BatchPolicy(Protocol):
     def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
         """During a plain step: whether the next one will be plain, too, as far as is known."""
 
+    def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
+        """Whether the drafter's caches are worth keeping up with the texts in plain decoding."""
+
     def slots(self, texts: list[BatchText], depth: int) -> int:
         """Tokens to draft for each text, at least 1; known before any is."""
 
@@ -58,6 +61,9 @@ class FixedLength:
         return self.tokens == 0
 
     stays_plain = plainly
+
+    def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
+        return self.tokens > 0
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
         return self.tokens

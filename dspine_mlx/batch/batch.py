@@ -12,6 +12,7 @@ from dspine_mlx.batch.target_rows import TargetRows
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.round.draft_context import DraftContext
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.text import Text
 
@@ -36,12 +37,17 @@ class Ahead(NamedTuple):
 
 
 class Group:
-    """Texts of about one depth, whose keys lie in common arrays: one forward serves them."""
+    """Texts of about one depth, whose keys lie in common arrays: one forward serves them.
+
+    drafted: the texts that are drafted for, in the order of `context`. Of the others the drafter
+    keeps the prompt and the newest rows, in a context of each text's own.
+    """
 
     def __init__(self, drafter: Drafter):
         model, widest = drafter.target.model, 1 + drafter.config.num_proposals
         self.target = TargetRows(model, make_prompt_cache(model), widest)
         self.context = DraftContexts(drafter)
+        self.drafted: list[int] = []
 
     @property
     def lengths(self) -> list[int]:
@@ -55,18 +61,65 @@ class Group:
         return longest <= SHORT or len(lengths) * longest <= PADDING * sum(lengths)
 
     def join(self, text: Text) -> None:
-        self.context.join(text.context.cache)
+        self.include(len(self.lengths), text.context)
         self.target.join(text.cache)
+        text.checkpoint()
+
+    def include(self, text: int, own: DraftContext) -> None:
+        """Draft for a text from now on."""
+        self.context.join(own.cache)
+        self.drafted.append(text)
         mx.eval([c.state for c in self.context.cache])
-        for cache in text.context.cache:
+        for cache in own.cache:
             cache.trim(cache.offset)
             cache.keys = cache.values = None
-        text.checkpoint()
+
+    def draft_for(self, wanted: list[bool], contexts: list[DraftContext]) -> None:
+        """Draft for these texts only; contexts: each text's own."""
+        staying = [k for k, text in enumerate(self.drafted) if wanted[text]]
+        if len(staying) < len(self.drafted):
+            for k, text in enumerate(self.drafted):
+                if not wanted[text]:
+                    contexts[text].keeps_up = lambda depth: False
+                    self.context.put_apart(k, contexts[text])
+            self.context.keep(staying)
+            self.drafted = [self.drafted[k] for k in staying]
+        for text in range(len(wanted)):
+            if wanted[text] and text not in self.drafted:
+                contexts[text].catch_up()
+                self.include(text, contexts[text])
+
+    def propose(self, anchors: mx.array, slots: int | None) -> list[AnyProposal | None]:
+        """A proposal after each of the anchors [B]; None for texts that are not drafted for."""
+        proposals: list[AnyProposal | None] = [None] * len(self.lengths)
+        if self.drafted:
+            found = self.context.propose(anchors[mx.array(self.drafted)], slots)
+            for text, proposal in zip(self.drafted, found, strict=True):
+                proposals[text] = proposal
+        return proposals
+
+    def add(
+        self,
+        features: mx.array,
+        rows: list[int],
+        contexts: list[DraftContext],
+        keeps_up: Callable[[], bool],
+    ) -> None:
+        """Queue features [B, n, m*d] of each text's new rows, for later drafts."""
+        drafted = self.drafted
+        if drafted:
+            shared = features if drafted == list(range(len(rows))) else features[mx.array(drafted)]
+            self.context.add(shared, [rows[text] for text in drafted], keeps_up)
+        if len(drafted) < len(rows):
+            for text in set(range(len(rows))).difference(drafted):
+                contexts[text].add(features[text : text + 1, : rows[text]], self.lengths[text])
 
     def keep(self, texts: list[int]) -> None:
         """Only these texts stay."""
         self.target.keep(texts)
-        self.context.keep(texts)
+        staying = [k for k, text in enumerate(self.drafted) if text in texts]
+        self.context.keep(staying)
+        self.drafted = [texts.index(self.drafted[k]) for k in staying]
 
 
 class Batch:
@@ -147,8 +200,13 @@ class Batch:
 
     def extract(self, at: int, with_newest: bool) -> list[Any]:
         group, index = self.place(at)
-        group.context.catch_up()
-        own, context = group.target.extract(index), group.context.extract(index)
+        own = group.target.extract(index)
+        if index in group.drafted:
+            group.context.catch_up()
+            context = group.context.extract(group.drafted.index(index))
+        else:
+            context = self.texts[at].text.context.cache
+            self.texts[at].text.context.catch_up()
         if with_newest:
             target, taps = self.drafter.target, self.drafter.config.target_layer_ids
             _, features = target.forward(self.texts[at].anchor, own, taps)
@@ -156,22 +214,34 @@ class Batch:
         mx.eval([c.state for c in [*own, *context]])
         return [*own, *context]
 
-    def propose(self, slots: int | None = None) -> list[AnyProposal]:
-        """One forward of the drafter for all texts, over blocks that propose so many tokens; None:
-        all that it can."""
+    def contexts(self, part: slice) -> list[DraftContext]:
+        return [text.text.context for text in self.texts[part]]
+
+    def draft_for(self, drafted: list[bool]) -> None:
+        """Draft for these texts only. What is not taken in yet of many rows is taken in now."""
+        for group, part in self.parts:
+            group.draft_for(drafted[part], self.contexts(part))
+            if group.context.waiting > self.drafter.config.block_size:
+                group.context.catch_up()
+                mx.eval([c.state for c in group.context.cache])
+
+    def propose(self, slots: int | None = None) -> list[AnyProposal | None]:
+        """One forward of the drafter for all texts that are drafted for, over blocks that propose
+        so many tokens; None: all that it can."""
         self.cancel()
         if not self.drafter.config.causal_block:
             slots = None
         anchors = self.anchors
-        parts = [group.context.propose(anchors[part], slots) for group, part in self.parts]
+        parts = [group.propose(anchors[part], slots) for group, part in self.parts]
         return [proposal for part in parts for proposal in part]
 
     def verify(self, drafts: list[Draft], length: int) -> tuple[mx.array, mx.array]:
         """One forward of the target over every text's anchor and the first tokens of its draft:
         the tokens fed [B, 1 + length], and their logits [B, 1 + length, V]."""
         anchors = self.anchors[:, None]
-        drafted = mx.stack([draft.tokens[:length] for draft in drafts]).astype(anchors.dtype)
-        fed = mx.concatenate([anchors, drafted], axis=1)
+        none = mx.zeros((length,), mx.uint32)
+        tokens = [draft.tokens[:length] if len(draft.tokens) else none for draft in drafts]
+        fed = mx.concatenate([anchors, mx.stack(tokens).astype(anchors.dtype)], axis=1)
         return fed, self.feed(fed, eager_taps=True)
 
     def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
@@ -192,7 +262,7 @@ class Batch:
         for group, part in self.parts:
             own = rows[part]
             group.target.accept(own)
-            group.context.add(self.features[part, : max(own)], own, keeps_up)
+            group.add(self.features[part, : max(own)], own, self.contexts(part), keeps_up)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:

@@ -8,12 +8,12 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.batch.draft_rows import DraftLengths, DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.round.draft_context import BACKLOG
+from dspine_mlx.round.draft_context import BACKLOG, DraftContext
 
 
 class DraftContexts:
-    """The drafter's caches [one per draft layer] of several texts, and a backlog of features
-    [B, n, m*d]: of its newest part the first counts[i] rows are text i's, of the rest all.
+    """The drafter's caches [one per draft layer] of the texts that are drafted for together, and a
+    backlog of features [B, n, m*d]: of its newest part the first counts[i] rows are text i's, of the rest all.
 
     While it is not worth its time to take a full backlog in, the newest BACKLOG rows are kept, as
     for one text (`dspine_mlx.round.draft_context`)."""
@@ -33,7 +33,7 @@ class DraftContexts:
     ) -> None:
         """Rows of the texts, to be taken in later; keeps_up: whether a full backlog is worth taking
         in now."""
-        if min(self.counts) != self.waiting or (self.waiting >= BACKLOG and keeps_up()):
+        if min(self.counts, default=0) != self.waiting or (self.waiting >= BACKLOG and keeps_up()):
             self.catch_up()
         while self.waiting >= BACKLOG:
             self.drop(self.backlog.pop(0).shape[1])
@@ -81,6 +81,11 @@ class DraftContexts:
 
     def keep(self, texts: list[int]) -> None:
         """Only these texts stay."""
+        if not texts:
+            self.lengths = DraftLengths()
+            self.cache = [DraftRows(self.lengths) for _ in self.cache]
+            self.clear()
+            return
         self.lengths.keep(texts)
         for rows in self.cache:
             rows.keep(texts)
@@ -90,3 +95,15 @@ class DraftContexts:
     def extract(self, text: int) -> list[KVCache]:
         """A text's own caches, after `catch_up`."""
         return [rows.extract(text) for rows in self.cache]
+
+    def put_apart(self, text: int, own: DraftContext) -> None:
+        """Move a text's caches and backlog into a context of its own, before the others' `keep`."""
+        for cache, moved in zip(own.cache, self.extract(text), strict=True):
+            cache.keys, cache.values, cache.offset = moved.keys, moved.values, moved.offset
+        own.checkpoint()
+        left = self.counts[text]
+        for part in self.backlog:
+            rows = min(left, part.shape[1])
+            if rows:
+                own.add(part[text : text + 1, :rows], 0)
+            left -= rows

@@ -22,8 +22,11 @@ class BatchPolicy(Protocol):
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         """Whether the drafter's caches are worth keeping up with the texts in plain decoding."""
 
+    def drafted(self, texts: list[BatchText], depth: int) -> list[bool]:
+        """Whom to draft for in the next round; the others get a token each."""
+
     def slots(self, texts: list[BatchText], depth: int) -> int:
-        """Tokens to draft for each text, at least 1; known before any is."""
+        """Tokens to draft for each of them, at least 1; known before any is."""
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         """Drafted tokens to offer, of each text."""
@@ -64,6 +67,9 @@ class FixedLength:
 
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         return self.tokens > 0
+
+    def drafted(self, texts: list[BatchText], depth: int) -> list[bool]:
+        return [text.most > 0 for text in texts]
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
         return self.tokens

@@ -24,10 +24,14 @@ Outcome = tuple[int, int]  # accepted tokens, and the one that follows them
 
 def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One round: a block of at least one token for each text."""
-    texts, started = list(batch.texts), time.perf_counter()
+    texts = list(batch.texts)
+    batch.cancel()
+    batch.draft_for(policy.drafted(texts, batch.depth))
+    started = time.perf_counter()
     proposals = batch.propose(policy.slots(texts, batch.depth))
     drafts = [
-        text.select(p, policy.needs_evidence) for text, p in zip(texts, proposals, strict=True)
+        nothing() if p is None else text.select(p, policy.needs_evidence)
+        for text, p in zip(texts, proposals, strict=True)
     ]
     mx.eval([[draft.tokens, draft.evidence, draft.greedy_path] for draft in drafts])
     drafted = time.perf_counter()
@@ -51,11 +55,24 @@ def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         blocks.append(text.go_on(block))
     batch.accept([len(block) for block in blocks])
     accepted = [
-        text.text.statistics.record(length, block)
-        for text, length, block in zip(texts, lengths, blocks, strict=True)
+        count(text, length, block, proposal is not None)
+        for text, length, block, proposal in zip(texts, lengths, blocks, proposals, strict=True)
     ]
     policy.learn(texts, lengths, accepted, drafted - started, time.perf_counter() - drafted)
     return blocks
+
+
+def count(text: BatchText, length: int, block: list[Token], drafted: bool) -> int:
+    """Take note of a text's block; how many drafted tokens of it were accepted."""
+    if drafted:
+        return text.text.statistics.record(length, block)
+    text.text.statistics.plain += 1
+    return 0
+
+
+def nothing() -> Draft:
+    """The draft of a text that is not drafted for."""
+    return Draft(mx.zeros((0,), mx.uint32), mx.zeros((0, 1), mx.uint32), None)
 
 
 def accept(

@@ -78,3 +78,8 @@ def known_on(joint: Proposal, path: mx.array, probs: mx.array) -> mx.array:
     """What is known of the chances of all texts' paths [B, M]: [B, M], or [B, M, K]."""
     known = joint.confidence_on(path)
     return few(probs) if known is None else known
+
+
+def nothing() -> Draft:
+    """The draft of a text that is not drafted for."""
+    return Draft(mx.zeros((0,), mx.uint32), mx.zeros((0, 1), mx.uint32), None)

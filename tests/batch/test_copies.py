@@ -158,7 +158,8 @@ chances = st.lists(st.floats(0.01, 0.99), max_size=5)
 def test_a_text_offers_what_brings_most_in_the_rows_it_has(
     pairs: list[tuple[list[float], list[float]]], n: int
 ) -> None:
-    copies, survivals = Copies(COPIED), {}
+    survivals: dict[Any, list[float]] = {}
+    copies = Copies(COPIED)
 
     def survival(text: Any, running: int = 0) -> list[float]:
         return survivals[text]

@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.load import load_drafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.server.call import Call, Calls, Reply
 from dspine_mlx.server.decoding import TextSettings
@@ -93,10 +94,13 @@ class Run:
     kept: list[tuple[list[int], list[Any]]]
 
 
-def new_batch(drafter: Drafter, verify_length: int | str, kept: Any, **options: int) -> Any:
+def new_batch(
+    drafter: Drafter, verify_length: int | str, kept: Any, lookup: bool = True, **options: int
+) -> Any:
     sizes = {"completion_batch_size": 4, "prefill_batch_size": 2, "prefill_step_size": 16} | options
+    settings = Options(verify_length=verify_length, lookup=lookup)
     return DraftingBatch(
-        drafter, Options(verify_length=verify_length), lambda uid, asked: asked[0].job(uid),
+        drafter, settings, lambda uid, asked: asked[0].job(uid),
         lambda tokens, caches: kept.append((tokens, caches)), stream=generation_stream, **sizes,
     )  # fmt: skip
 
@@ -163,6 +167,37 @@ def mixed(seed: int, count: int) -> list[Asked]:
             )
         )
     return asked
+
+
+def cycling(cycle: list[int]) -> Any:
+    """A processor under which a text goes on in a cycle."""
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        wanted = mx.arange(logits.shape[-1]) == cycle[tokens.size % len(cycle)]
+        return mx.where(wanted, logits + 50.0, logits)
+
+    return processor
+
+
+@pytest.mark.parametrize("lookup", [True, False])
+def test_texts_look_copies_up_alone_and_together(
+    model: nn.Module, tokenizer: TokenizerWrapper, lookup: bool
+) -> None:
+    """Without any drafter. The first one is alone, has company, and is alone again."""
+    cycles = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25, 26, 27], [31, 32, 33, 34]]
+    asked = [
+        Asked(cycle * 3, budget, processors=[cycling(cycle)], comes=comes)
+        for cycle, budget, comes in zip(cycles, (150, 30, 40), (0, 20, 25), strict=True)
+    ]
+    drafter = load_drafter("lookup", model, kernels="off")
+    prepare(drafter, profile=False)
+    ours = run(drafter, asked, "auto", lookup=lookup)
+    for place, one in enumerate(asked):
+        assert same_steps(ours.steps[place], one.plain(model, tokenizer)), place
+        call = ours.jobs[place].call
+        assert (call.statistics.lookups > 0) == lookup
+        assert call.path == "batched"
+        assert call.shared_texts > call.shared_steps
 
 
 @pytest.mark.parametrize("verify_length", ["auto", 3])

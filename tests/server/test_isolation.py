@@ -27,9 +27,7 @@ RESUMED = "its requests go on one by one"
 
 
 @pytest.fixture(scope="module")
-def faulty(
-    scripted: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def faulty(scripted: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from drafting(scripted, tmp_path_factory.mktemp("faulty"))
 
 
@@ -154,7 +152,9 @@ def test_a_thread_that_hangs_is_seen_and_does_not_keep_the_process(
 ) -> None:
     hang = tmp_path / "hangs"
     hang.touch()
-    asking = Thread(target=lambda: hanging.request(COMPLETIONS, BATCHED | {"max_tokens": 5} | HANGS))
+    asking = Thread(
+        target=lambda: hanging.request(COMPLETIONS, BATCHED | {"max_tokens": 5} | HANGS)
+    )
     asking.start()
     health = until(hanging, "stalled")
     assert (health.status, health.body["seconds_since_step"] >= 1) == (503, True)

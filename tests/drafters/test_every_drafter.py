@@ -19,7 +19,7 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, evidence, select
 from dspine_mlx.verify_length.fit import calibrate, record
 from dspine_mlx.verify_length.store import load_calibrations, save_calibrations
-from tests.round.test_losslessness import Toy, chosen, distance, law_of_round, policy
+from tests.round.test_losslessness import Toy, chosen, distance, policy, probs_of_round
 from tests.server.test_grammar import PROMPT, constrained
 from tests.support.bigrams import KNOWING, bigram_target
 from tests.support.drafters import EVERY
@@ -166,8 +166,8 @@ def test_sampled_text_has_the_targets_distribution(kind: str, seed: int) -> None
         **{"selector_top_k": 3} if kind == "dflash2" else {},
     )
     toy = Drawn(drafter, Sampler(temp=1.3), V, seed)
-    law = law_of_round(toy, chosen(policy(toy, seed + 3), toy.M), block=True, tested=True)
-    assert distance(law, toy.wanted()) < 1e-12
+    probs = probs_of_round(toy, chosen(policy(toy, seed + 3), toy.M), block=True, tested=True)
+    assert distance(probs, toy.wanted()) < 1e-12
     drawn = [toy.draft(p)[1] for p in product(range(toy.K), repeat=toy.M)]
     assert sum(drawn) == pytest.approx(1)
     assert max(drawn) < 0.9  # it is no one-hot draft

@@ -59,7 +59,7 @@ def test_greedy_text_is_the_targets(
 
 @pytest.mark.parametrize("block_size", range(2, 17))
 def test_every_block_size(model: nn.Module, tokenizer: TokenizerWrapper, block_size: int) -> None:
-    """1 to 15 proposals, some of which stand, after a prompt of one token."""
+    """1 to 15 proposals, some of which are accepted, after a prompt of one token."""
     plain = plain_steps(model, tokenizer, [9], max_tokens=33)
     drafter = scripted(model, text_of([9], plain), "now and then", block_size=block_size)
     ours = steps(model, tokenizer, [9], drafter, max_tokens=33, verify_length=block_size - 1)
@@ -115,7 +115,7 @@ def test_seeded_text_is_the_targets(
     assert same_steps(steps(model, tokenizer, prompt, drafter, **options()), plain)
 
 
-def test_a_known_sampler_needs_no_other_results_than_its_law(
+def test_a_known_sampler_needs_no_other_results_than_its_probs(
     model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
     """top_k = 1 has one possible text, whichever way drafts are drawn and tested."""

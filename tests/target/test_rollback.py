@@ -303,15 +303,15 @@ def recorded_arrays(rollback: Rollback) -> list[mx.array]:
     return [a for a in found.values() if a is not None]
 
 
-# Float32 numbers a row, as docs/notes/families.md counts them: convolution input, q, k, v, a, b.
-NUMBERS_A_ROW = {
+# Float32 numbers per row, as docs/notes/families.md counts them: convolution input, q, k, v, a, b.
+NUMBERS_PER_ROW = {
     "qwen3_5": 2 * (128 + 32 + 32 + 64 + 4 + 4),
     "nemotron_h": 3 * (128 + 64 + 32 + 32 + 4),  # convolution input, x, B, C, dt
     "lfm2": 2 * 64,
 }
 
 
-@pytest.mark.parametrize("family", NUMBERS_A_ROW)
+@pytest.mark.parametrize("family", NUMBERS_PER_ROW)
 def test_records_are_linear_in_the_block(family: str) -> None:
     """Per row the inputs of the recurrence, never a copy of its state."""
     model, tokens, _ = text(family)
@@ -320,10 +320,10 @@ def test_records_are_linear_in_the_block(family: str) -> None:
         _, rollback = start(model, tokens[:CONTEXT])
         verify(model, rollback, tokens[:rows])
         size[rows] = sum(a.nbytes for a in recorded_arrays(rollback))
-    assert size[16] - size[8] == 2 * (size[8] - size[4]) == 8 * 4 * NUMBERS_A_ROW[family]
+    assert size[16] - size[8] == 2 * (size[8] - size[4]) == 8 * 4 * NUMBERS_PER_ROW[family]
     if family != "lfm2":  # whose state is a window of its inputs
         state = sum(m.before[1].nbytes for m in rollback.recurrent)
-        assert 4 * NUMBERS_A_ROW[family] < state
+        assert 4 * NUMBERS_PER_ROW[family] < state
 
 
 class Novel(KVCache):

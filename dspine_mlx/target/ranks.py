@@ -1,5 +1,6 @@
 """The other ranks of a target that is split, as generation sees them; one process has none."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 
@@ -23,6 +24,13 @@ class Ranks(Protocol):
     def share(self, **job: Any) -> None:
         """Tell the others what to do next."""
 
+    def together(self, **job: Any) -> AbstractContextManager[None]:
+        """Context of work that all ranks do by themselves. Whoever leaves it before its end has
+        lost them."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context of a wait for a person, after which there may be more for the others to do."""
+
     def agreed(self, holds: bool) -> bool:
         """Whether something holds on every rank; all ranks must ask."""
 
@@ -40,6 +48,12 @@ class Alone:
     key: dict[str, str] = {}
 
     def share(self, **job: Any) -> None: ...
+
+    def together(self, **job: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def agreed(self, holds: bool) -> bool:
         return holds

@@ -11,6 +11,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 TURNS = "Tom buys 4 boxes of 6 pens. How many pens?\nAnd 3 boxes?\n/reset\nAnd 2 boxes?\n/quit\n"
 
+AUTO = """
+from dspine_mlx.generate import stream_generate
+from dspine_mlx.group.meet import meet
+from dspine_mlx.load import DEMO
+from dspine_mlx.verify_length.schedule import prepare
+
+group = meet()
+if group.follows:
+    group.follow(str(DEMO / "target"), {"trust_remote_code": False})
+with group.leading():
+    model, tokenizer, drafter = group.load(str(DEMO / "target"), str(DEMO / "drafter"))
+    schedule = prepare(drafter, profile=False)
+    print(schedule.calibrations["greedy"].rounds)
+    assert schedule.policy(drafter, None).chances.calibration == schedule.calibrations["greedy"]
+    for length in ("auto", 0):
+        texts = stream_generate(
+            model, tokenizer, "Tom buys 4", drafter, max_tokens=12, verify_length=length
+        )
+        print([r.token for r in texts])
+"""
+
 
 def command(n: int, words: list[str], folder: Path, typed: str = "") -> list[Ended]:
     """The ranks of a command that reads from rank 0's standard input."""
@@ -41,6 +62,24 @@ def test_bench_compares_with_mlx_lms_own_decoding_in_the_group(tmp_path: Path) -
     assert (plain["way"], fixed["way"]) == ("plain", "fixed:4")
     assert fixed["identical"] == fixed["texts"] == 1
     assert result["splits"][0]["rounds"] > 0
+
+
+def test_calibrate_writes_what_auto_reads(tmp_path: Path) -> None:
+    questions = [f"Tom buys {i} boxes of {9 - i} pens. How many pens?" for i in range(2, 7)]
+    (tmp_path / "prompts.txt").write_text("\n".join(questions))
+    words = ["calibrate", "--prompts", str(tmp_path / "prompts.txt"), "-m", "24", "--temps", "0"]
+    lead, other = command(2, [*words, "--json"], tmp_path)
+    assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
+    written = json.loads(lead.out)
+    (file,) = (tmp_path / ".cache" / "dspine-mlx").glob("calibration-*.json")
+    assert written["file"] == str(file)
+    rounds = written["modes"]["greedy"]["rounds"]
+    assert rounds > len(questions) / 2
+    lead, other = Ranks([["-c", AUTO]] * 2, tmp_path).end()
+    assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
+    read, auto, plain = map(json.loads, lead.out.splitlines())
+    assert read == rounds
+    assert auto == plain
 
 
 def test_doctor_describes_the_group(tmp_path: Path) -> None:

@@ -24,9 +24,7 @@ def running(target: str, folder: Path, patience: str = "100") -> Ranks:
     """A group in the middle of a long text."""
     arguments = [*GENERATE, "--model", target, "--patience", patience, *ENDLESS]
     ranks = Ranks([arguments] * 2, folder)
-    out = ranks.processes[0].stdout
-    assert out is not None
-    assert out.read(1)
+    assert ranks.out[0].read(1)
     return ranks
 
 
@@ -67,10 +65,7 @@ def test_an_interrupt_ends_all(target: str, tmp_path: Path) -> None:
 
 def test_a_reader_that_leaves_ends_all(target: str, tmp_path: Path) -> None:
     ranks = running(target, tmp_path)
-    out = ranks.processes[0].stdout
-    assert out is not None
-    out.close()
-    ranks.processes[0].stdout = None
+    ranks.out[0].close()
     lead, other = ranks.end(60)
     assert lead.status != 0
     assert (other.status, other.said) == (0, [])

@@ -136,6 +136,22 @@ class Channel:
         texts = [bytes(flat[i : i + TEXT]) for i in range(0, len(flat), TEXT)]
         return [text.rstrip(b"\0").decode(errors="ignore") for text in texts]
 
+    def gather_whole(self, word: str) -> list[str]:
+        """Every rank's word, however long."""
+        data, none = mx.array(list(word.encode()), mx.uint8), mx.array([], mx.uint8)
+        sizes = mx.zeros((self.size,), mx.int32)
+        sizes[self.rank] = data.size
+        with uninterrupted(), self.watchdog.watching():
+            lengths = self.settled(self.sum(sizes))
+            parts = [none if rank != self.rank else data for rank in range(self.size)]
+            rows = [
+                part if part.size == n else mx.zeros((n,), mx.uint8)
+                for part, n in zip(parts, lengths, strict=True)
+            ]
+            flat = bytes(self.settled(self.sum(mx.concatenate(rows))))
+        starts = [sum(lengths[:rank]) for rank in range(self.size)]
+        return [flat[start : start + n].decode() for start, n in zip(starts, lengths, strict=True)]
+
     def agree(self, problem: str = "", seconds: float | None = None) -> None:
         """Raise `InputError` on every rank if one of them has a problem."""
         found = self.gather(problem, seconds)

@@ -50,6 +50,8 @@ class Jobs:
             with same_random_state():
                 found = prepare(self.target, job["mode"], widths, cache_folder())
             self.target.verify_kernels = found
+        elif job["do"] == "caches":
+            self.target.verify_kernels.race_caches(job["bits"], job["group_size"])
         elif job["do"] == "plain":
             for _ in decode_job(model, self.tokenizer, job):
                 pass

@@ -26,13 +26,18 @@ class PartOfTarget(Target):
 
     def __init__(self, model: nn.Module, channel: Channel):
         super().__init__(model)
-        self.channel = channel
+        self.channel, self.own_head = channel, self.lm_head
         self.layers = list(self.body.layers)
         self.pipelined = isinstance(self.body, PipelineMixin) and self.body.pipeline_size > 1
         self.split_head = not self.tied and type(self.lm_head) is not plain_type(self.lm_head)
         self._recording[type(self.body)] = recording(type(self.body), self._tapped)
         self.group = InGroup(channel, self.pipelined)
         self.ranks = self.group
+
+    @property
+    def fed_head(self) -> nn.Module:
+        """This rank's part, where mlx-lm has split the head; a drafter reads the whole of it."""
+        return self.own_head
 
     def run(
         self,
@@ -143,6 +148,9 @@ class InGroup:
 
     def agreed(self, holds: bool) -> bool:
         return self.channel.agreed(holds)
+
+    def gathered(self, word: str) -> list[str]:
+        return self.channel.gather_whole(word)
 
     def arrived(self) -> None:
         self.channel.watchdog.disarm()

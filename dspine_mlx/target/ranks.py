@@ -34,6 +34,9 @@ class Ranks(Protocol):
     def agreed(self, holds: bool) -> bool:
         """Whether something holds on every rank; all ranks must ask."""
 
+    def gathered(self, word: str) -> list[str]:
+        """Every rank's word, in the order of ranks; all ranks must ask."""
+
     def arrived(self) -> None:
         """The newest forward's result has been read: nothing is waited for."""
 
@@ -57,6 +60,9 @@ class Alone:
 
     def agreed(self, holds: bool) -> bool:
         return holds
+
+    def gathered(self, word: str) -> list[str]:
+        return [word]
 
     def arrived(self) -> None: ...
 

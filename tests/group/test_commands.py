@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dspine_mlx.verify_length.fit import LEAST_ROUNDS
 from tests.support.ranks import Ended, Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
@@ -65,16 +66,18 @@ def test_bench_compares_with_mlx_lms_own_decoding_in_the_group(tmp_path: Path) -
 
 
 def test_calibrate_writes_what_auto_reads(tmp_path: Path) -> None:
-    questions = [f"Tom buys {i} boxes of {9 - i} pens. How many pens?" for i in range(2, 7)]
-    (tmp_path / "prompts.txt").write_text("\n".join(questions))
-    words = ["calibrate", "--prompts", str(tmp_path / "prompts.txt"), "-m", "24", "--temps", "0"]
-    lead, other = command(2, [*words, "--json"], tmp_path)
+    questions = [f"Tom buys {i} boxes of {11 - i} pens. How many pens?" for i in range(2, 10)]
+    fitted, held_out = tmp_path / "fitted.txt", tmp_path / "held-out.txt"
+    fitted.write_text("\n".join(questions[1:]))
+    held_out.write_text(questions[0])
+    words = ["calibrate", "--prompts", str(fitted), "--held-out", str(held_out), "-m", "40"]
+    lead, other = command(2, [*words, "--temps", "0", "--json"], tmp_path)
     assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
     written = json.loads(lead.out)
     (file,) = (tmp_path / ".cache" / "dspine-mlx").glob("calibration-*.json")
     assert written["file"] == str(file)
     rounds = written["modes"]["greedy"]["rounds"]
-    assert rounds > len(questions) / 2
+    assert rounds >= LEAST_ROUNDS
     lead, other = Ranks([["-c", AUTO]] * 2, tmp_path).end()
     assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
     read, auto, plain = map(json.loads, lead.out.splitlines())

@@ -43,19 +43,39 @@ def free_ports(n: int) -> list[int]:
     return ports
 
 
-class Ranks:
-    """n processes with the same arguments, or each with its own, that make a group."""
+def taken(port: int) -> bool:
+    """Whether a process listens there."""
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
-    def __init__(self, arguments: Sequence[Sequence[str]], folder: Path, typed: Path | None = None):
-        self.typed = typed  # rank 0's standard input
+
+class Ranks:
+    """n processes with the same arguments, or each with its own, that make a group.
+
+    typed: rank 0's standard input. late: ranks, the last ones, that the test starts itself.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[Sequence[str]],
+        folder: Path,
+        typed: Path | None = None,
+        late: int = 0,
+    ):
+        self.typed = typed
         self.folder, hosts = folder, folder / "hosts.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(arguments))]))
+        self.ports = free_ports(len(arguments))
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in self.ports]))
         self.env = {"HOME": str(folder)}
         if len(arguments) > 1:
             self.env["MLX_HOSTFILE"] = str(hosts)
         self.processes: list[Forked] = []
         self.out: list[TextIO] = []
-        for rank, own in enumerate(arguments):
+        for rank, own in enumerate(arguments[: len(arguments) - late]):
             self.start(rank, own)
 
     def start(self, rank: int, arguments: Sequence[str]) -> None:

@@ -15,8 +15,8 @@ from dspine_mlx.drafters.transfer_space import head_matrix, transfer_codes, tran
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from dspine_mlx.target.model import Target
-from tests.convert.test_conversion import assert_same_round
 from tests.support.checkpoints import Shape, dflash_zlab, dspine_specforge, save, tiny_target
+from tests.support.same_round import assert_same_round
 
 
 def by_svd(head: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from tests.support.tiny import plain_steps, same_steps
 NORMS = ("norm", "embedding_norm", "norm_f", "final_layernorm", "final_norm")
 
 
-@pytest.mark.parametrize("bits", [None, 4], ids=["float32", "4-bit"])
+@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taps_embedding_and_head(family: str, bits: int | None) -> None:
     """The last layer's tap, through the final norm and the head, says what the model says; caps and

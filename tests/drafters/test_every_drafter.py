@@ -66,8 +66,8 @@ def test_greedy_text_is_the_targets(
     pair: Pair, tokenizer: TokenizerWrapper, verify_length: Any
 ) -> None:
     prompt = prompt_for(pair[0], 21)
-    plain = plain_steps(pair[0], tokenizer, prompt, max_tokens=40)
-    ours = steps(pair, tokenizer, prompt, max_tokens=40, verify_length=verify_length)
+    plain = plain_steps(pair[0], tokenizer, prompt, max_tokens=24)
+    ours = steps(pair, tokenizer, prompt, max_tokens=24, verify_length=verify_length)
     assert same_steps(ours, plain)
 
 
@@ -79,7 +79,7 @@ def test_seeded_text_is_the_targets(pair: Pair, tokenizer: TokenizerWrapper) -> 
     def options() -> dict[str, Any]:
         mx.random.seed(5)
         return {
-            "max_tokens": 40,
+            "max_tokens": 24,
             "sampler": make_sampler(temp=0.9, top_p=0.9),
             "logits_processors": make_logits_processors({20: 3.0}, 1.2),
         }

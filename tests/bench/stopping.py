@@ -2,9 +2,9 @@
 
     python -m tests.bench.stopping PROMPTS.txt [--texts 8] [--temp 1]
 
-Proposals of the demo pair are recorded; tokens are then drawn from their tables, and stand with the
-drafter's own confidence. Each rule's tokens per second is computed at its own best rate, on the
-published cost curves:
+Proposals of the demo pair are recorded; tokens are then drawn from their tables, and accepted
+with the drafter's own confidence. Each rule's tokens per second is computed at its own best rate,
+on the published cost curves:
 
     threshold  feeds row k while its own gain pays, with no look ahead
     sampled_verify_length  the package's rule: later slots have the greedy path's chances

@@ -38,8 +38,8 @@ def bigram() -> nn.Module:
 def pair(
     request: pytest.FixtureRequest, model: nn.Module, bigram: nn.Module
 ) -> tuple[nn.Module, Drafter]:
-    """A target and a drafter for it: a random one, nearly all of whose tokens are refused, or one
-    with a good part accepted."""
+    """A target and a drafter for it: a random one, nearly all of whose tokens are rejected, or
+    one that is often right."""
     name = request.param
     if name in EVERY:
         return model, EVERY[name](model)

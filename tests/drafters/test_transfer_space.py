@@ -177,7 +177,7 @@ def test_missing_codes_are_computed_from_the_target(tmp_path: Path, target_folde
     assert_same_round(drafter, dspine_round, (config, weights), head, SHAPE)
 
 
-def test_a_projection_stands_for_the_codes(tmp_path: Path, target_folder: Path) -> None:
+def test_a_projection_replaces_the_codes(tmp_path: Path, target_folder: Path) -> None:
     checkpoint = with_own_codes()
     source = save(tmp_path / "source", *checkpoint)
     convert(source, tmp_path / "out", target=target_folder, codes_from_head=True)

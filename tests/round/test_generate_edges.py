@@ -34,7 +34,7 @@ from tests.test_load import folder  # noqa: F401  # a fixture
 
 
 def test_a_thread_of_its_own(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
-    """Imported and loaded here, run elsewhere, logprobs read here again."""
+    """Load here, run in another thread, read the logprobs here."""
     prompt = random_prompt(7)
     plain = plain_steps(model, tokenizer, prompt, max_tokens=12)
     drafter = tiny_dspine(model)
@@ -152,7 +152,7 @@ def collect(responses: Iterator[Any], seen: list[int]) -> None:
 def test_a_text_whose_end_failed_does_not_go_on(
     model: nn.Module, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caches are no longer where it left them."""
+    """Its caches have moved on."""
     prompt, cache = random_prompt(9), make_prompt_cache(model)
     text = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=20)]
     drafter = scripted(model, prompt + text, "right")
@@ -207,7 +207,7 @@ def test_kept_responses_keep_their_own_row_only(
 def test_caches_go_with_their_text(
     verify_length: int | str, model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
-    """At once, whole text or half: no cycle of references keeps them until a collection."""
+    """At once, finished or not: no reference cycle keeps them until a collection."""
     drafter = tiny_dflash(model)
     options: dict[str, Any] = {"max_tokens": 30, "verify_length": verify_length}
     gc.collect()
@@ -234,7 +234,7 @@ def test_plain_decoding_does_not_pile_up_features(
         if r.generation_tokens in (300, 900):
             gc.collect()
             memory.append(mx.get_active_memory())
-    rows = 4 * 2 * 2 * 8 * 4 + 2 * 2 * 2 * 8 * 4  # bytes of keys and values a token, both models
+    rows = 4 * 2 * 2 * 8 * 4 + 2 * 2 * 2 * 8 * 4  # bytes of keys and values per token, both models
     assert memory[1] - memory[0] < 600 * rows * 1.5 + 256 * rows  # buffers grow in steps of 256
 
 

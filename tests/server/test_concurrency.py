@@ -1,4 +1,4 @@
-"""Replies to requests that come together are those of plain decoding by mlx-lm, each alone."""
+"""Replies to concurrent requests are those of mlx-lm's plain decoding, one by one."""
 
 import random
 import shutil
@@ -113,7 +113,7 @@ def check_in_turn(folder: Path, *flags: str) -> None:
     assert {reply.body["usage"]["dspine"]["path"] for reply in replies} == {"speculative"}
 
 
-def test_a_request_with_another_drafter_ends_nobody(tmp_path: Path) -> None:
+def test_a_request_with_another_drafter_ends_no_other_one(tmp_path: Path) -> None:
     model = build("qwen3")
     target, drafter, tokenizer = save_pair(tmp_path, "qwen3", model)
     other = str(shutil.copytree(drafter, tmp_path / "other"))

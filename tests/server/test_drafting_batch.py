@@ -1,4 +1,4 @@
-"""The batch that mlx_lm.server drives, in this process: texts, joins and leaves, whose forwards."""
+"""The batch that mlx_lm.server drives, in this process: texts, joining, leaving, forwards."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One request is nobody else's end: batches that fail, threads that hang, templates that loop."""
+"""One request can't end the others: batches that fail, threads that hang, templates that loop."""
 
 import json
 import shutil

@@ -20,8 +20,8 @@ class Steady(Pace):
 
 
 def test_the_last_client_goes_after_a_long_text_of_its_own_batch(model: nn.Module) -> None:
-    """A text that is not drafted for stays in the batch. When it is over, the only request that is
-    left has no client any more."""
+    """A text without drafting stays in the batch. When it ends, the only request left has lost its
+    client."""
     batch = new_batch(known(Counting.like(model), [], []), 3, [])
     batch.insert_segments(asked=[Request(random_prompt(5), QUIET + 8, verify_length=0)])
     while batch.jobs:
@@ -68,7 +68,7 @@ def test_running_texts_step_between_any_two_chunks_of_a_prompt(
 
 
 def test_prompts_take_turns(model: nn.Module) -> None:
-    """A short prompt does not wait for the end of a long one before it."""
+    """A short prompt does not wait until an earlier long one is done."""
     counting = Counting.like(model)
     asked = [Request(random_prompt(80), 3, verify_length=0), Request(random_prompt(9), 3)]
     batch = new_batch(known(counting, [], []), 0, [])

@@ -181,7 +181,7 @@ def known() -> tuple[Weights, Head, np.ndarray]:
 def propose(
     drafter: Drafter, features: np.ndarray, anchor: int, chunks: tuple[int, ...] = ()
 ) -> Proposal:
-    """The first chunks of features come ahead, the rest together with the anchor."""
+    """Feed all chunks of features but the last ahead; the last comes with the anchor."""
     cache = drafter.make_cache()
     *ahead, last = np.split(features, np.cumsum(chunks, dtype=int))
     for part in ahead:

@@ -223,8 +223,8 @@ def test_recording_counts_accepted_tokens(model: nn.Module, tokenizer: Tokenizer
 
 
 def test_a_text_ends_at_its_stop_token(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
-    """Tokens drafted after it count as not standing, even those that the target would go on with,
-    and the evidence says so."""
+    """Tokens drafted after it count as rejected, even those the target would go on with, and the
+    evidence says so."""
     prompt = random_prompt(12)
     plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=30)]
     place = next(i for i in range(2, 30) if i % 8 < 7 and plain[i] not in plain[:i])

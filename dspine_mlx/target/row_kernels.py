@@ -36,7 +36,9 @@ from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Sh
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
 EXACT_SECONDS = 60.0  # in exact mode, whose check takes longer, and is due again after every race
-LINEAR = (nn.QuantizedLinear, nn.Linear)
+SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # over the ranks of a group
+SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMED)
+LINEAR = (nn.QuantizedLinear, nn.Linear, *SHARDED)
 EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
 
 
@@ -51,7 +53,7 @@ class RowKernels:
 
     def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
         self.race, self.folder = race or Race("off"), folder
-        self.key = on_file.kernels_key(self.race)
+        self.key = on_file.kernels_key(self.race) | target.ranks.key
         self.target, self.dtype = target, target.dtype
         self.exact = self.race.mode == "exact"
         self.attend = Chosen(self.race.mode)
@@ -62,7 +64,9 @@ class RowKernels:
         for layer in linear_layers(target):
             shape = Shape.of(Matrix.of(layer), self.dtype)
             self.shapes.setdefault(shape, []).append(layer)
-        raced = self.race.machine.metal and not self.race.idle
+        self.races = target.ranks.agreed(not self.race.idle)
+        self.packings: set[tuple[int, int]] = set()  # of caches whose attention has been raced
+        raced = self.race.machine.metal and self.races
         self.attention: list[AttentionShape] = []
         self.verdicts: Verdicts = {}
         self.widths: list[int] = []
@@ -82,26 +86,32 @@ class RowKernels:
             for shape in attention
             for context in contexts(self.race.mode)
         ]
-        if self.folder is not None and not self.race.idle:
+        if self.folder is not None and self.races:
             wanted = set(self.all_shapes)
             known = on_file.read(self.folder, self.key)
             self.verdicts |= {k: v for k, v in known.items() if k[0] in wanted}
 
     def expect_caches(self, bits: int, group_size: int) -> None:
         """Race attention to caches of this packing, too, at the widths that were settled before."""
+        raced = self.races and self.race.machine.metal and not self.exact
+        if raced and (bits, group_size) not in self.packings:
+            with self.target.ranks.together(do="caches", bits=bits, group_size=group_size):
+                self.race_caches(bits, group_size)
+
+    def race_caches(self, bits: int, group_size: int) -> None:
+        """Every rank's part of `expect_caches`."""
+        self.packings.add((bits, group_size))
         plain = {shape._replace(context=0) for shape in self.attention if not shape.bits}
         packed = [
             shape._replace(bits=bits, group_size=group_size) for shape in plain if not shape.sinks
         ]
-        known = {shape._replace(context=0) for shape in self.attention}
-        if not self.exact and not known.issuperset(packed):
-            self.know(packed)
-            self.settle(self.widths)
+        self.know(packed)
+        self.settle(self.widths)
 
     def settle(self, widths: Iterable[int], seconds: float | None = None) -> None:
         """Race each shape at each number of rows without a verdict, the coarse steps of widths
         first, until the time is up. What is not raced is left to stock."""
-        if self.race.idle:
+        if not self.races:
             return
         asked = {w for w in widths if 2 <= w <= MAX_ROWS}
         self.widths = sorted(asked.union(self.widths), key=lambda w: (-(w & -w), w))
@@ -115,10 +125,18 @@ class RowKernels:
                 if self.race.clock() - begun > limit:
                     break
                 new[shape, rows] = self.raced(shape, rows)
-        self.verdicts |= new
+        self.verdicts = self.common(self.verdicts | new)
         self.arrange()
         if new and self.folder is not None:
             on_file.write(self.folder, self.key, new)
+
+    def common(self, verdicts: Verdicts) -> Verdicts:
+        """One process's own. In a group, rank 0's on whatever it has settled; else the next one's."""
+        found = self.target.ranks.gathered(on_file.to_json(verdicts))
+        for other in map(on_file.from_json, reversed(found)):
+            verdicts |= other
+        wanted = set(self.all_shapes)
+        return {k: v for k, v in verdicts.items() if k[0] in wanted}
 
     def raced(self, shape: AnyShape, rows: int) -> Verdict:
         if isinstance(shape, AttentionShape):
@@ -185,6 +203,9 @@ class RowKernels:
             products = self.key | {"products": self.digest}
             key = check_key(self.target.model, products, depths)
             known = checked_widths.read(self.folder, key)
+        found = self.target.ranks.gathered(json.dumps(sorted(known)))
+        on_all = set.intersection(*(set(json.loads(widths)) for widths in found))
+        known = {width: known[width] for width in on_all}
         new = asked - known.keys()
         if new:
             unequal = unequal_widths(self.target, new, self.verifying, depths)
@@ -307,7 +328,7 @@ def linear_layers(target: Target) -> list[nn.Module]:
     """Linear layers of the decoder stack, then the LM head: if tied, an embedding with
     `as_linear`."""
     layers = [m for m in target.body.modules() if type(m) in LINEAR]
-    head = target.lm_head
+    head = target.fed_head
     if type(head) in (EMBEDDINGS if target.tied else LINEAR):
         layers.append(head)
     once = {id(layer): layer for layer in layers}
@@ -334,6 +355,8 @@ def swapped(
             y = mx.concatenate([base(self, row) for row in each], axis=1)
             return y.reshape(*x.shape[:-1], -1)
         y = product(x.reshape(-1, columns), Matrix.of(self)).reshape(*x.shape[:-1], -1)
+        if issubclass(cls, SUMMED):
+            y = mx.distributed.all_sum(y, group=self.group)
         return y + self.bias if "bias" in self else y
 
     return type(cls.__name__, (cls,), {method: multiply})

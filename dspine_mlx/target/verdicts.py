@@ -186,6 +186,14 @@ def as_dict(shape: AnyShape, rows: int, verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def to_json(verdicts: Verdicts) -> str:
+    return json.dumps([as_dict(*key, verdict) for key, verdict in sorted_items(verdicts)])
+
+
+def from_json(text: str) -> Verdicts:
+    return dict(map(entry, json.loads(text)))
+
+
 def write(folder: Path, key: dict[str, Any], verdicts: Verdicts) -> None:
     """Add to the file under the key. If the folder can't be written, the next load races again."""
     merged = read(folder, key) | verdicts

@@ -5,11 +5,33 @@ from pathlib import Path
 
 import pytest
 
+from dspine_mlx.verify_length.fit import LEAST_ROUNDS
 from tests.support.ranks import Ended, Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 TURNS = "Tom buys 4 boxes of 6 pens. How many pens?\nAnd 3 boxes?\n/reset\nAnd 2 boxes?\n/quit\n"
+
+AUTO = """
+from dspine_mlx.generate import stream_generate
+from dspine_mlx.group.meet import meet
+from dspine_mlx.load import DEMO
+from dspine_mlx.verify_length.schedule import prepare
+
+group = meet()
+if group.follows:
+    group.follow(str(DEMO / "target"), {"trust_remote_code": False})
+with group.leading():
+    model, tokenizer, drafter = group.load(str(DEMO / "target"), str(DEMO / "drafter"))
+    schedule = prepare(drafter, profile=False)
+    print(schedule.calibrations["greedy"].rounds)
+    assert schedule.policy(drafter, None).chances.calibration == schedule.calibrations["greedy"]
+    for length in ("auto", 0):
+        texts = stream_generate(
+            model, tokenizer, "Tom buys 4", drafter, max_tokens=12, verify_length=length
+        )
+        print([r.token for r in texts])
+"""
 
 
 def command(n: int, words: list[str], folder: Path, typed: str = "") -> list[Ended]:
@@ -41,6 +63,26 @@ def test_bench_compares_with_mlx_lms_own_decoding_in_the_group(tmp_path: Path) -
     assert (plain["way"], fixed["way"]) == ("plain", "fixed:4")
     assert fixed["identical"] == fixed["texts"] == 1
     assert result["splits"][0]["rounds"] > 0
+
+
+def test_calibrate_writes_what_auto_reads(tmp_path: Path) -> None:
+    questions = [f"Tom buys {i} boxes of {11 - i} pens. How many pens?" for i in range(2, 10)]
+    fitted, held_out = tmp_path / "fitted.txt", tmp_path / "held-out.txt"
+    fitted.write_text("\n".join(questions[1:]))
+    held_out.write_text(questions[0])
+    words = ["calibrate", "--prompts", str(fitted), "--held-out", str(held_out), "-m", "40"]
+    lead, other = command(2, [*words, "--temps", "0", "--json"], tmp_path)
+    assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
+    written = json.loads(lead.out)
+    (file,) = (tmp_path / ".cache" / "dspine-mlx").glob("calibration-*.json")
+    assert written["file"] == str(file)
+    rounds = written["modes"]["greedy"]["rounds"]
+    assert rounds >= LEAST_ROUNDS
+    lead, other = Ranks([["-c", AUTO]] * 2, tmp_path).end()
+    assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
+    read, auto, plain = map(json.loads, lead.out.splitlines())
+    assert read == rounds
+    assert auto == plain
 
 
 def test_doctor_describes_the_group(tmp_path: Path) -> None:

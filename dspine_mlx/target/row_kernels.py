@@ -131,7 +131,7 @@ class RowKernels:
             on_file.write(self.folder, self.key, new)
 
     def common(self, verdicts: Verdicts) -> Verdicts:
-        """One process's own. In a group, rank 0's on whatever it has settled; else the next one's."""
+        """One process's own. In a group, rank 0's; on what it has not settled, the next rank's."""
         found = self.target.ranks.gathered(on_file.to_json(verdicts))
         for other in map(on_file.from_json, reversed(found)):
             verdicts |= other

@@ -97,15 +97,16 @@ def test_a_request_that_fails_is_nobody_elses_end(served: Served) -> None:
 
 
 def test_requests_at_once_are_answered_as_alone(served: Served) -> None:
-    """Those that come while one is decoded are decoded plainly together, greedy ones exactly; seeded
-    ones in turn."""
+    """Those that come while one is decoded are decoded plainly together, seeded ones in turn."""
     questions = [QUESTION.replace("4", n) for n in ("2", "3", "5")]
-    bodies = [{"messages": [{"role": "user", "content": q}]} for q in questions]
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": q}]} for q in questions
+    ]
     bodies += [SEEDED, SEEDED | {"seed": 6}]
     alone = [served.text(**body)[0] for body in bodies]
     together = at_once(served, bodies)
     assert [text for text, _ in together] == alone
-    assert {figures["path"] for _, figures in together[3:]} == {"speculative"}
+    assert {figures["path"] for _, figures in together[:2]} == {"speculative"}
     assert "batched" in {figures["path"] for _, figures in together}
 
 

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 OPTIONS = tuple(CASES)
 CASES |= {"raced": {"length": 7, "kernels": "auto"}}
-BIGRAMS = {"spread": 1.0, "frequency": 0.5}
+BIGRAMS: dict[str, Any] = {"spread": 1.0, "frequency": 0.5}
 CASES |= {
     "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 600}
     | {"prompt": [4, 5, 6], "sampler": {"temp": 1.0}}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.cli.options import DraftOption, JsonOption, TargetOption
 from dspine_mlx.cli.output import check_new, check_plot
 from dspine_mlx.cli.ranks import on_every_rank
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from dspine_mlx.measure.prompts import Messages
     from dspine_mlx.verify_length.fit import Fit
 
+app = Commands()
 
+
+@app.command()
 @on_every_rank
 def calibrate(
     model: TargetOption = None,

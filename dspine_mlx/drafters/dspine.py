@@ -206,6 +206,8 @@ class DSpine(DFlash):
         u [n, d] and receiver [n, a] of these slots come from the last layer, so no readout or
         receiver gate is computed again.
         """
+        if not len(ids):  # a block of one slot
+            return mx.zeros((0, ids.shape[1], ids.shape[1]))
         predecessors = self.code_rows(self.tokens(before))
         message = candidate_messages(receiver, predecessors, kernels)
         write = self.injection.writes[-1](message)  # [M-1, K, d]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from dspine_mlx.batch.draft_rows import DraftLengths, DraftRows
@@ -144,11 +145,15 @@ def test_every_method_says_whether_it_drafts_for_several_texts() -> None:
     assert {name for name, method in METHODS.items() if method.several_texts} == covered
 
 
+@pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_short_block_proposes_the_first_tokens(name: str, slots: int) -> None:
+def test_a_short_block_proposes_the_first_tokens(name: str, slots: int, bits: int | None) -> None:
     """The very ones of the full block, where no slot sees a later one."""
-    drafter = KINDS[name](tiny_target())
+    model = tiny_target()
+    if bits is not None:
+        nn.quantize(model, 32, bits)
+    drafter = KINDS[name](model)
     lengths = DraftLengths()
     rows = [DraftRows(lengths) for _ in drafter.layers]
     lengths.replace([0, 0])

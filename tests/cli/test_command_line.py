@@ -180,9 +180,9 @@ def test_errors_are_one_sentence_with_a_status(tmp_path: Path) -> None:
 def test_a_failure_is_one_sentence_and_a_traceback_with_debug() -> None:
     """What is nobody's input."""
     program = (
-        "import sys\nfrom dspine_mlx import cli\nfrom dspine_mlx.cli import prompting\n"
+        "from dspine_mlx import cli\nfrom dspine_mlx.cli import generate\n"
         "def broken(*_):\n    raise OSError('the disk\\nis gone')\n"
-        "sys.modules['dspine_mlx.cli.generate'].read_prompt = broken\ncli.main()"
+        "generate.read_prompt = broken\ncli.main()"
     )
     for flags, traceback in (([], False), (["--debug"], True)):
         command = [sys.executable, "-c", program, *flags, "generate", "-p", "a"]

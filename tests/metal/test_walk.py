@@ -21,7 +21,7 @@ def serial(first: np.ndarray, transitions: np.ndarray, noise: np.ndarray) -> lis
     return path
 
 
-def exact_law(
+def exact_probs(
     first: np.ndarray, transitions: np.ndarray, path: list[int], scale: float
 ) -> np.ndarray:
     rows = np.stack([first, *(table[i] for table, i in zip(transitions, path, strict=False))])
@@ -51,7 +51,7 @@ def test_the_path_is_the_serial_one(
     wanted = serial(*(np.array(x) for x in (first, transitions, noise)))
     assert path.tolist() == wanted
     assert path.tolist() == walk(first, transitions, noise, scale)[0].tolist()
-    exact = exact_law(wide(first), wide(transitions), wanted, scale)
+    exact = exact_probs(wide(first), wide(transitions), wanted, scale)
     np.testing.assert_allclose(wide(probs), exact, atol=1e-6)
 
 
@@ -111,7 +111,7 @@ def test_inputs_may_be_broadcast() -> None:
 
 @needs_device
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
-def test_paths_follow_the_law_of_the_rows(temperature: float) -> None:
+def test_paths_follow_the_distribution_of_the_rows(temperature: float) -> None:
     """Walks of 31 slots over one table are a Markov chain: chi-square of its transition counts. A
     wrong temperature must fail the same test."""
     M, table, scale = 31, normal((3, 3)), 1 / temperature
@@ -121,7 +121,9 @@ def test_paths_follow_the_law_of_the_rows(temperature: float) -> None:
         np.add.at(counts, (path.tolist()[:-1], path.tolist()[1:]), 1)
 
     def p_value(scale: float) -> float:
-        rows = np.stack([exact_law(row, np.empty((0, 3, 3)), [], scale)[0] for row in wide(table)])
+        rows = np.stack(
+            [exact_probs(row, np.empty((0, 3, 3)), [], scale)[0] for row in wide(table)]
+        )
         expected = counts.sum(axis=1, keepdims=True) * rows
         return stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), df=6)
 

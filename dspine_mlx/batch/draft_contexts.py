@@ -13,7 +13,8 @@ from dspine_mlx.round.draft_context import BACKLOG, DraftContext
 
 class DraftContexts:
     """The drafter's caches [one per draft layer] of the texts that are drafted for together, and a
-    backlog of features [B, n, m*d]: of its newest part the first counts[i] rows are text i's, of the rest all.
+    backlog of features [B, n, m*d]: of its newest part the first counts[i] rows are text i's, of
+    the rest all.
 
     While it is not worth its time to take a full backlog in, the newest BACKLOG rows are kept, as
     for one text (`dspine_mlx.round.draft_context`)."""

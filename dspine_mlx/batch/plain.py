@@ -26,7 +26,7 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
             text.take_rows(this.fed[i : i + 1])
     batch.features = this.features
     batch.accept([1] * len(texts), lambda: policy.keeps_context(texts, depth))
-    if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
+    if policy.stays_plain(texts, depth) and min(text.left for text in texts) > 1:
         batch.ahead = step(batch, this.tokens)
     vocabulary = batch.drafter.target.vocab_size
     tokens = [picked(token, vocabulary) for token in this.tokens.tolist()]
@@ -36,7 +36,7 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         batch.ahead = batch.ahead._replace(started=now)  # the device begins with it only now
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
     timed = overlapped and now - waiting > 0.5 * seconds
-    policy.plain_step(texts, seconds if timed else None, batch.depth)
+    policy.plain_step(texts, seconds if timed else None, depth)
 
     blocks = []
     for text, token, row in zip(texts, tokens, this.logprobs, strict=True):

@@ -23,8 +23,9 @@ from dspine_mlx.verify_length.calibration import mode_of, uncalibrated
 from dspine_mlx.verify_length.chances import Chances
 from dspine_mlx.verify_length.schedule import Schedule, prepare
 
-SPAN = 4  # plain steps timed together: one of them alone may be early or late
-AGAIN = 8  # plain steps after which the next round is planned anew
+SPAN = 8  # plain steps timed together: one of them alone may be early or late
+CHECK = 4  # plain steps timed at first where their cost is not known
+AGAIN = 16  # plain steps after which the next round is planned anew
 HOPE = 1.1  # gain that perfect drafts must reach for probes to be made
 
 
@@ -60,7 +61,8 @@ class Scheduled:
         self.history = dict[str, Chances]()  # by mode, of the last text
         self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
         self.check = 0  # plain steps left to be timed
-        self.times = list[float]()  # of plain steps of as many texts
+        self.times = list[float]()  # of plain steps
+        self.timed = 0  # texts of each
         self.started = False  # whether the next plain step may be running
         self.plan: Plan | None = None  # of the next round; None: to be made
         self.since = 0  # plain steps since it was made
@@ -68,6 +70,7 @@ class Scheduled:
         self.chosen: list[bool] = []  # whom this round drafts for
         self.gain = 1.0  # of the plan, over plain decoding
         self.probe_cost: float | None = None  # in plain steps; None: to be found
+        self.keeping: bool | None = None  # the drafter's context; None: to be found
         self.probing = False  # the next round is to show whether drafting pays
         self.wider = 0  # its block
         self.known: list[list[float]] = []  # chances of each text's slots in this round
@@ -85,8 +88,8 @@ class Scheduled:
         draft = self.costs.draft(texts, self.least, depth)
         self.budget.start_text(draft / self.costs.plain(texts, depth))
         self.times.clear()
-        self.started = False
-        self.check = 0 if self.costs.plain_known(texts) else 1 + SPAN
+        self.keeping, self.started = None, False
+        self.check = 0 if self.costs.plain_known(texts) else 1 + CHECK
 
     def probe(self, texts: list[BatchText], depth: int) -> tuple[int, float]:
         """A wider block than planned, as chances may have improved, and the plain steps that its
@@ -109,8 +112,10 @@ class Scheduled:
 
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         """Whether taking a full backlog in takes SHARE of its plain steps' time at most."""
-        draft = self.costs.draft(len(texts), self.widest, depth)
-        return draft <= SHARE * BACKLOG * self.costs.plain(len(texts), depth)
+        if self.keeping is None:
+            draft = self.costs.draft(len(texts), self.widest, depth)
+            self.keeping = draft <= SHARE * BACKLOG * self.costs.plain(len(texts), depth)
+        return self.keeping and not self.budget.spent
 
     def survival(self, texts: list[BatchText]) -> np.ndarray:
         """[B, R, M] of the texts' last rounds, as far as their next ones may go."""
@@ -136,9 +141,11 @@ class Scheduled:
         return self.started
 
     def probe_due(self, texts: list[BatchText], depth: int) -> bool:
-        self.planned(texts, depth)
         budget = self.budget
-        if not self.parked or not (budget.eager or budget.since >= budget.wait):
+        if not (budget.eager or budget.since >= budget.wait):
+            return False
+        self.planned(texts, depth)
+        if not self.parked:
             return False
         if self.probe_cost is None:
             self.probe_cost = self.probe(texts, depth)[1]
@@ -146,6 +153,8 @@ class Scheduled:
 
     def drafts(self, texts: list[BatchText], depth: int, more: float) -> bool:
         """Whether to draft now, if each text has so much more credit."""
+        if self.budget.spent:
+            return False
         plan = self.planned(texts, depth)
         if self.parked:
             return False
@@ -167,9 +176,11 @@ class Scheduled:
             value = plain / B
             for _ in range(2):  # a token is worth what tokens take, by the plan itself
                 plan = planned(survival, draft, verify, value, self.least)
-                value = min(value, plan.seconds_per_token)
+                if plan.seconds_per_token >= value:
+                    break
+                value = plan.seconds_per_token
             self.gain = plain / B / plan.seconds_per_token
-            self.plan, self.since, self.probe_cost = plan, 0, None
+            self.plan, self.since, self.probe_cost, self.keeping = plan, 0, None, None
             if self.gain > 1:
                 self.leave_out(texts, plan)
         return self.plan
@@ -271,7 +282,8 @@ class Scheduled:
             self.budget.round_over(gain)
 
     def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None:
-        if self.plan is None or len(self.plan.tokens) != len(texts):
+        if self.timed != len(texts):
+            self.timed = len(texts)
             self.times.clear()
         if seconds is not None:
             self.times.append(seconds)

@@ -110,6 +110,16 @@ class Scheduled:
         draft = self.costs.draft(texts, self.widest, depth)
         return rows / BACKLOG * draft / self.costs.plain(texts, depth)
 
+    def reads(self, texts: list[BatchText], depth: int) -> bool:
+        """Whether a probe may come while these features are among the newest rows."""
+        budget = self.budget
+        if not budget.spent:
+            return True
+        if self.probe_cost is None:
+            self.probe_cost = self.probe(texts, depth)[1]
+        wait = max(0 if budget.eager else budget.wait, self.probe_cost / SHARE) - budget.since
+        return wait <= min(BACKLOG, max(text.left for text in texts))
+
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         """Whether taking a full backlog in takes SHARE of its plain steps' time at most."""
         if self.keeping is None:

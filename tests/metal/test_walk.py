@@ -85,7 +85,7 @@ def test_texts_walk_in_one_launch(M: int, K: int, texts: int, seed: int) -> None
     for i, own in enumerate(zip(first, table, noise, scale.tolist(), strict=True)):
         wanted = serial(*(np.array(x) for x in own[:3]))
         assert path[i].tolist() == plain[0][i].tolist() == wanted
-        exact = exact_law(wide(own[0]), wide(own[1]), wanted, own[3])
+        exact = exact_probs(wide(own[0]), wide(own[1]), wanted, own[3])
         np.testing.assert_allclose(wide(probs[i]), exact, atol=1e-6)
         np.testing.assert_allclose(wide(plain[1][i]), exact, atol=1e-6)
         assert mx.array_equal(launch(WALK, *own, check=False)[1], probs[i]).item()

@@ -86,7 +86,7 @@ class Run:
 
 
 def new_batch(
-    drafter: Drafter, verify_length: int | str, kept: Any, lookup: bool = True, **options: int
+    drafter: Drafter, verify_length: int | str, kept: Any, lookup: bool = True, **options: Any
 ) -> Any:
     sizes = {"completion_batch_size": 4, "prefill_batch_size": 2, "prefill_step_size": 16} | options
     settings = Options(verify_length=verify_length, lookup=lookup)
@@ -96,7 +96,7 @@ def new_batch(
     )  # fmt: skip
 
 
-def run(drafter: Drafter, asked: list[Request], verify_length: int | str, **options: int) -> Run:
+def run(drafter: Drafter, asked: list[Request], verify_length: int | str, **options: Any) -> Run:
     """Serve requests as they come, until nobody is left."""
     kept: list[Any] = []
     batch = new_batch(drafter, verify_length, kept, **options)

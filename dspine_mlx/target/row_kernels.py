@@ -28,7 +28,7 @@ from dspine_mlx.target.equal_rows import (
     unequal_widths,
 )
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
+from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
 from dspine_mlx.target.row_attention import Chosen, RowAttention, set_class, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
@@ -125,18 +125,11 @@ class RowKernels:
                 if self.race.clock() - begun > limit:
                     break
                 new[shape, rows] = self.raced(shape, rows)
-        self.verdicts = self.common(self.verdicts | new)
+        found = self.target.ranks.gathered(on_file.to_json(self.verdicts | new))
+        self.verdicts = on_file.common(found, set(self.all_shapes))
         self.arrange()
         if new and self.folder is not None:
             on_file.write(self.folder, self.key, new)
-
-    def common(self, verdicts: Verdicts) -> Verdicts:
-        """One process's own. In a group, rank 0's on whatever it has settled; else the next one's."""
-        found = self.target.ranks.gathered(on_file.to_json(verdicts))
-        for other in map(on_file.from_json, reversed(found)):
-            verdicts |= other
-        wanted = set(self.all_shapes)
-        return {k: v for k, v in verdicts.items() if k[0] in wanted}
 
     def raced(self, shape: AnyShape, rows: int) -> Verdict:
         if isinstance(shape, AttentionShape):
@@ -231,7 +224,7 @@ class RowKernels:
         chosen = [
             [*shape, rows, to_dict(verdict.product)]
             for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
-            if verdict.product != unsettled and not is_packed_cache(shape)
+            if verdict.product != unsettled and not on_file.is_packed_cache(shape)
         ]
         if not chosen and not self.exact:
             return ""
@@ -283,7 +276,7 @@ class RowKernels:
         layers.update(self.experts.items())
         for shape in self.all_shapes:
             found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
-            parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
+            parts = [f"{rows} rows {on_file.in_words(verdict)}" for rows, verdict in found]
             count = len(layers[shape]) if shape in layers else 0  # attention: not counted
             before = f"{count} x " if count else ""
             lines.append(f"{before}[{shape}]: {'; '.join(parts) or 'not raced yet'}")
@@ -310,18 +303,6 @@ def prepare(
     kernels.settle(asked)
     kernels.check(asked)
     return kernels
-
-
-def is_packed_cache(shape: AnyShape) -> bool:
-    """Whether costs don't depend on it: they are measured with caches as they are."""
-    return isinstance(shape, AttentionShape) and shape.bits > 0
-
-
-def in_words(verdict: Verdict) -> str:
-    if not verdict.seconds:
-        return f"{name(verdict.product)} ({verdict.why})"
-    ms, stock = 1e3 * verdict.seconds, 1e3 * verdict.stock
-    return f"{name(verdict.product)} {ms:.3g} ms (stock {stock:.3g})"
 
 
 def linear_layers(target: Target) -> list[nn.Module]:

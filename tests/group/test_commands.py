@@ -5,13 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from dspine_mlx.verify_length.fit import LEAST_ROUNDS
 from tests.support.ranks import Ended, Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 TURNS = "Tom buys 4 boxes of 6 pens. How many pens?\nAnd 3 boxes?\n/reset\nAnd 2 boxes?\n/quit\n"
 
+CALIBRATE = """
+import sys
+from dspine_mlx.cli import main
+from dspine_mlx.verify_length import fit
+
+fit.LEAST_ROUNDS = 4  # so that two texts are enough
+sys.argv = {words}
+main()
+"""
 AUTO = """
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.meet import meet
@@ -66,18 +74,19 @@ def test_bench_compares_with_mlx_lms_own_decoding_in_the_group(tmp_path: Path) -
 
 
 def test_calibrate_writes_what_auto_reads(tmp_path: Path) -> None:
-    questions = [f"Tom buys {i} boxes of {11 - i} pens. How many pens?" for i in range(2, 10)]
     fitted, held_out = tmp_path / "fitted.txt", tmp_path / "held-out.txt"
-    fitted.write_text("\n".join(questions[1:]))
-    held_out.write_text(questions[0])
-    words = ["calibrate", "--prompts", str(fitted), "--held-out", str(held_out), "-m", "40"]
-    lead, other = command(2, [*words, "--temps", "0", "--json"], tmp_path)
+    fitted.write_text("Tom buys 2 boxes of 9 pens. How many?\nAnn has 5 cats. She gives away 2.\n")
+    held_out.write_text("Tom buys 4 boxes of 6 pens. How many?")
+    words = ["dspine-mlx", "calibrate", "--prompts", str(fitted), "--held-out", str(held_out)]
+    words += ["-m", "24", "--temps", "0", "--json"]
+    commands = [["-c", CALIBRATE.format(words=words)], ["-m", "dspine_mlx.cli", *words[1:]]]
+    lead, other = Ranks(commands, tmp_path).end()
     assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
     written = json.loads(lead.out)
     (file,) = (tmp_path / ".cache" / "dspine-mlx").glob("calibration-*.json")
     assert written["file"] == str(file)
     rounds = written["modes"]["greedy"]["rounds"]
-    assert rounds >= LEAST_ROUNDS
+    assert rounds >= 4
     lead, other = Ranks([["-c", AUTO]] * 2, tmp_path).end()
     assert (lead.status, other.status, other.out) == (0, 0, ""), lead.err
     read, auto, plain = map(json.loads, lead.out.splitlines())

@@ -4,6 +4,7 @@ work."""
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -60,9 +61,8 @@ def test_the_others_hear_of_the_end(length: int, tokenizer: TokenizerWrapper) ->
         drafter = Scripted(
             network, target, target, text=PROMPT + plain, script=SCRIPTS["now and then"]
         )
-        found = interrupted(
-            line, lambda: list(stream_generate(model, tokenizer, PROMPT, drafter, **options))
-        )
+        text = partial(stream_generate, model, tokenizer, PROMPT, drafter, **options)
+        found = interrupted(line, lambda text=text: list(text()))  # type: ignore[misc]
         assert not target.group.lost
         target.group.share(do="done")
         assert channel.jobs[-1]["do"] == "done"

@@ -7,6 +7,7 @@ names, with random weights.
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,12 @@ from dspine_mlx.group.shards import check_rollback, load_part, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.load import settle_verify_kernels
 from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.target import race, row_kernels
+from dspine_mlx.target.products import STOCK, UNPACKED
+from dspine_mlx.target.race import Verdict
+from dspine_mlx.target.row_kernels import RowKernels
 from dspine_mlx.verify_length.schedule import prepare
+from tests.support.bigrams import bigram_target, knowing_dspark
 from tests.support.drafters import EVERY
 from tests.support.families import drafter_config
 from tests.support.tiny import SCRIPTS, Scripted
@@ -52,6 +58,10 @@ def drafter_of(target: LeadTarget, case: dict[str, Any], text: list[int]) -> Dra
     kind = case.get("drafter")
     if kind == "lookup":
         return Drafter(LookupOnly(), target, target)
+    if kind == "knowing":
+        return knowing_dspark(bigram_target(target.vocab_size, **case["bigrams"])).network.bind(
+            target
+        )
     taps = (0, len(target.layers) - 2)
     if kind is not None:
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -87,9 +97,9 @@ def decoded(
     """known: plain texts of cases that differ in nothing else."""
     prompt, length = case["prompt"], case["length"]
     same = json.dumps([case.get(name) for name in ("sampler", "options", "penalty")])
-    if same not in known:
+    if same not in known and "bigrams" not in case:
         known[same] = plain_text(target, tokenizer, case)
-    plain = known[same]
+    plain = known.get(same, [])
     drafter = drafter_of(target, case, prompt + plain)
     if "kernels" in case:
         settle_verify_kernels(target, case["kernels"], 7)
@@ -118,7 +128,26 @@ def decoded(
     }
 
 
+def force_verdicts(rank: int) -> None:
+    """Race as where a BLAS makes rows differ; rank 0 finds that unpacking wins everywhere, and the
+    others that it never does."""
+    row_kernels.blas_differs = lambda: True
+    row_kernels.differing_widths = lambda target, widths: frozenset(widths)
+    found = Verdict(STOCK if rank else UNPACKED, f"rank {rank}'s")
+    race.Race.verdict = lambda self, matrices, rows, dtype: found  # type: ignore[method-assign]
+
+
+def described(target: PartOfTarget) -> dict[str, Any]:
+    """What a rank has of a target, and what multiplies there in verify forwards of 8 rows."""
+    kernels = target.verify_kernels
+    swaps = kernels.swaps[8] if isinstance(kernels, RowKernels) else []
+    kinds = Counter(cls.__name__ for _, cls in swaps)
+    return {"bytes": layer_bytes(target), "digest": kernels.digest, "swapped": kinds}
+
+
 def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
+    if job["forced"]:
+        force_verdicts(group.rank)
     model, tokenizer = load_part(job["target"], group.channel, job["pipeline"], {"x": None})
     tokenizer.eos_token_ids = None  # all texts go on to their last token
     if group.follows:
@@ -126,14 +155,14 @@ def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
         check_rollback(target)
         texts.clear()
         Counted(target, tokenizer).run()
-        return {"bytes": layer_bytes(target), "texts": list(texts)}
+        return described(target) | {"texts": list(texts)}
     group.target = lead = LeadTarget(model, group.channel)
     check_rollback(lead)
     see_whole(lead, job["target"])
     known: dict[str, list[int]] = {}
     results = {name: decoded(lead, tokenizer, case, known) for name, case in job["cases"].items()}
     group.part("")
-    return {"bytes": layer_bytes(lead), "cases": results}
+    return described(lead) | {"cases": results}
 
 
 texts: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -118,10 +118,11 @@ def wait_until(holds: Callable[[], bool], seconds: float = DEADLINE) -> None:
         time.sleep(0.05)
 
 
-def save_target(model: nn.Module, folder: Path, parts: int = 0) -> Path:
-    """A model's folder, with the shipped tokenizer. parts: in so many files, with their index."""
+def save_target(model: nn.Module, folder: Path, parts: int = 0, **config: Any) -> Path:
+    """A model's folder, with the shipped tokenizer. parts: in so many files, with their index.
+    config: more of its entries."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(vars(model.args)))
+    (folder / "config.json").write_text(json.dumps(vars(model.args) | config))
     weights = sorted(tree_flatten(model.parameters()))
     if parts:
         index: dict[str, str] = {}

@@ -116,8 +116,8 @@ class Scheduled:
     def reads(self, texts: list[BatchText], depth: int) -> bool:
         """Whether a probe may come while these features are among the newest rows."""
         budget = self.budget
-        if not budget.spent:
-            return True
+        if not (budget.spent and self.drafter):
+            return self.drafter
         if self.probe_cost is None:
             self.probe_cost = self.probe(texts, depth)[1]
         wait = max(0 if budget.eager else budget.wait, self.probe_cost / SHARE) - budget.since
@@ -153,8 +153,10 @@ class Scheduled:
     def copies_pay(
         self, texts: list[BatchText], depth: int, more: float, drafts: bool, running: int = 0
     ) -> bool:
-        """Whether copies gain over a drafted round, or else over plain decoding, if each text has so
+        """Whether copies gain over a drafted round, or else over plain steps, if each text has so
         much more credit."""
+        if not self.copies.found:
+            return False
         steps = self.costs.steps(len(texts), depth)
         value = self.planned(texts, depth).seconds_per_token if drafts else steps.plain / len(texts)
         credit = [self.records[text].credit + more for text in texts]
@@ -257,10 +259,8 @@ class Scheduled:
             self.known.append(text.chances.of(odds))
             own = list(accumulate(self.known[-1], mul))[: max(0, text.limit(draft))]
             survival.append(own)
-        self.own, survival = (
-            survival,
-            [self.copies.beside(text, own) for text, own in zip(texts, survival, strict=True)],
-        )
+        self.own = survival
+        survival = [self.copies.beside(*own) for own in zip(texts, survival, strict=True)]
         B, (plain, _, verify) = len(texts), self.costs.steps(len(texts), depth)
         value = min(plain / B, self.planned(texts, depth).seconds_per_token)
         choices = list(padded(survival))

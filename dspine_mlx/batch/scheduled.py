@@ -75,6 +75,7 @@ class Scheduled:
         self.keeping: bool | None = None  # the drafter's context; None: to be found
         self.probing = False  # the next round is to show whether drafting pays
         self.wider = 0  # its block
+        self.failed = False  # the last one did
         self.known: list[list[float]] = []  # chances of each text's slots in this round
         self.odds: list[list[float]] = []  # what they come from
         self.depth = 0
@@ -102,8 +103,8 @@ class Scheduled:
         gains = (np.arange(2, len(verify) + 1) / steps)[self.least - 1 :]
         wider = max(self.least, 2 * self.planned(texts, depth).slots)
         slots = min(self.least + int(gains.argmax()), wider)
-        tokens = 1 + self.survival(texts).mean(axis=(0, 1))[:slots].sum()
-        lost = max(0.0, float(steps[slots - 1] - tokens)) + self.behind(len(texts), depth)
+        hope = 0.0 if self.failed else self.survival(texts).mean(axis=(0, 1))[:slots].sum()
+        lost = max(0.0, float(steps[slots - 1] - 1 - hope)) + self.behind(len(texts), depth)
         return slots, lost if gains.max() > HOPE else float("inf")
 
     def behind(self, texts: int, depth: int) -> float:
@@ -241,8 +242,7 @@ class Scheduled:
         return self.chosen
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
-        plan = self.planned(texts, depth)
-        return self.wider if self.probing else plan.slots
+        return self.wider if self.probing else self.planned(texts, depth).slots
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         self.known, self.odds, self.depth = [], [], depth
@@ -313,14 +313,14 @@ class Scheduled:
             chances.update(slot, known[slot], float(slot < accepted))
         chances.round_over()
         record = self.records[text]
-        anew = self.probing or record.tried
-        record.prospects.learn(list(accumulate(chances.of(odds), mul)), anew)
+        survival = list(accumulate(chances.of(odds), mul))
+        record.prospects.learn(survival, anew=self.probing or record.tried)
         self.history[mode_of(text.text.sampler)] = chances
 
     def book(self, gain: float) -> None:
         """A round won so many plain steps, or lost them."""
         if self.probing:
-            self.probing, self.budget.since = False, 0
+            self.probing, self.failed, self.budget.since = False, gain <= 0, 0
             self.budget.probe_over(gain)
         else:
             self.budget.round_over(gain)

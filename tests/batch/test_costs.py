@@ -8,7 +8,8 @@ import pytest
 
 from dspine_mlx.batch import profile
 from dspine_mlx.batch.costs import BatchCosts, BatchCurve, between, guess
-from dspine_mlx.batch.scheduled import Scheduled, batch_policy
+from dspine_mlx.batch.policies import batch_policy
+from dspine_mlx.batch.scheduled import Scheduled
 from dspine_mlx.cache_folder import cache_folder
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.schedule import prepare

@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """The widths of every check that ran; at 4 rows the target differs."""
     found: list[set[int]] = []
 
-    def unequal_widths(target: Target, widths: set[int], *_: Any) -> dict[int, str]:
+    def compared(target: Target, widths: list[int], *_: Any) -> Iterator[tuple[int, str]]:
         found.append(set(widths))
-        return {w: where for w, where in UNEQUAL.items() if w in widths}
+        yield from ((w, UNEQUAL.get(w, "")) for w in widths)
 
-    monkeypatch.setattr(row_kernels, "unequal_widths", unequal_widths)
+    monkeypatch.setattr(row_kernels, "compared_widths", compared)
     return found
 
 

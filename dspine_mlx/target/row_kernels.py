@@ -14,7 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix

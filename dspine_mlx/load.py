@@ -150,8 +150,8 @@ def settle_verify_kernels(
     target: Target, mode: str, offered: int, told: Callable[[str], None] = untold
 ) -> None:
     """Choose the kernels that multiply the rows of this target's verify forwards."""
-    target.ranks.share(do="kernels", mode=mode, proposals=offered)
-    with same_random_state():
+    job = {"do": "kernels", "mode": mode, "proposals": offered}
+    with target.ranks.together(**job), same_random_state():
         found = prepare(target, mode, range(2, offered + 2), store.cache_folder(), told=told)
     target.verify_kernels = found
     if found.width_limit < 2:

@@ -23,7 +23,7 @@ from dspine_mlx.target.attention_race import attention_verdict, contexts
 from dspine_mlx.target.checked_widths import check_key
 from dspine_mlx.target.equal_rows import Packing, blas_differs, compared_widths, differing_widths
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.products import APART, STOCK, Product, name, to_dict
+from dspine_mlx.target.products import APART, STOCK, Product, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
 from dspine_mlx.target.row_attention import Chosen, RowAttention, set_class, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
@@ -51,7 +51,7 @@ class RowKernels:
 
     def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
         self.race, self.folder = race or Race("off"), folder
-        self.key = on_file.kernels_key(self.race)
+        self.key = on_file.kernels_key(self.race) | target.ranks.key
         self.target, self.dtype = target, target.dtype
         self.exact = self.race.mode == "exact"
         self.attend = Chosen(self.race.mode)
@@ -62,7 +62,9 @@ class RowKernels:
         for layer in linear_layers(target):
             shape = Shape.of(Matrix.of(layer), self.dtype)
             self.shapes.setdefault(shape, []).append(layer)
-        raced = self.race.machine.metal and not self.race.idle
+        self.races = target.ranks.agreed(not self.race.idle)
+        self.packings: set[tuple[int, int]] = set()  # of caches whose attention has been raced
+        raced = self.race.machine.metal and self.races
         self.attention: list[AttentionShape] = []
         self.verdicts: Verdicts = {}
         self.widths: list[int] = []
@@ -82,7 +84,7 @@ class RowKernels:
             for shape in attention
             for context in contexts(self.race.mode)
         ]
-        if self.folder is not None and not self.race.idle:
+        if self.folder is not None and self.races:
             wanted = set(self.all_shapes)
             known = on_file.read(self.folder, self.key)
             self.verdicts |= {k: v for k, v in known.items() if k[0] in wanted}
@@ -90,13 +92,17 @@ class RowKernels:
     def expect_caches(self, bits: int, group_size: int) -> None:
         """Race attention to caches of this packing, too, at the widths that were settled before. In
         exact mode, check the target once more where rows won't attend one by one."""
+        raced = self.races and self.race.machine.metal
+        if raced and (bits, group_size) not in self.packings:
+            with self.target.ranks.together(do="caches", bits=bits, group_size=group_size):
+                self.race_caches(bits, group_size)
+
+    def race_caches(self, bits: int, group_size: int) -> None:
+        """Every rank's part of `expect_caches`."""
         packing = Packing(bits, group_size)
+        self.packings.add(packing)
         plain = {shape._replace(context=0) for shape in self.attention if not shape.bits}
-        packed = [shape._replace(**packing._asdict()) for shape in plain if not shape.sinks]
-        known = {shape._replace(context=0) for shape in self.attention}
-        if known.issuperset(packed):
-            return
-        self.know(packed)
+        self.know(shape._replace(**packing._asdict()) for shape in sorted(plain) if not shape.sinks)
         self.settle(self.widths)
         if self.exact and self.chosen(packing):
             passed = self.checked - set(self.unequal)
@@ -108,7 +114,7 @@ class RowKernels:
     ) -> None:
         """Race each shape at each number of rows without a verdict, the coarse steps of widths
         first, until the time is up. What is not raced is left to stock. told: what is done now."""
-        if self.race.idle:
+        if not self.races:
             return
         asked = {w for w in widths if 2 <= w <= MAX_ROWS}
         self.widths = sorted(asked.union(self.widths), key=lambda w: (-(w & -w), w))
@@ -123,7 +129,8 @@ class RowKernels:
                     break
                 told(f"Racing kernels for verify rows, once per target: {rows} rows")
                 new[shape, rows] = self.raced(shape, rows)
-        self.verdicts |= new
+        found = self.target.ranks.gathered(on_file.to_json(self.verdicts | new))
+        self.verdicts = on_file.common(found, set(self.all_shapes))
         self.arrange()
         if new and self.folder is not None:
             on_file.write(self.folder, self.key, new)
@@ -203,6 +210,9 @@ class RowKernels:
                 products["caches"] = [*packing, *self.chosen(packing)]
             key = check_key(self.target.model, products, depths)
             known = checked_widths.read(self.folder, key)
+        found = self.target.ranks.gathered(json.dumps(sorted(known)))
+        on_all = set.intersection(*(set(json.loads(widths)) for widths in found))
+        known = {width: known[width] for width in on_all}
         new = sorted(asked - known.keys())
         if new:
             known |= self.compared(new, depths, packing, told)
@@ -252,7 +262,7 @@ class RowKernels:
         return [
             [*shape, rows, to_dict(verdict.product)]
             for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
-            if verdict.product != unsettled and packing_of(shape) == packing
+            if verdict.product != unsettled and on_file.packing_of(shape) == packing
         ]
 
     def promise(self) -> str:
@@ -300,7 +310,7 @@ class RowKernels:
         layers.update(self.experts.items())
         for shape in self.all_shapes:
             found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
-            parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
+            parts = [f"{rows} rows {on_file.in_words(verdict)}" for rows, verdict in found]
             count = len(layers[shape]) if shape in layers else 0  # attention: not counted
             before = f"{count} x " if count else ""
             lines.append(f"{before}[{shape}]: {'; '.join(parts) or 'not raced yet'}")
@@ -333,17 +343,3 @@ def prepare(
     kernels.settle(asked, told=told)
     kernels.check(asked, told=told)
     return kernels
-
-
-def packing_of(shape: AnyShape) -> Packing | None:
-    """Of the quantised caches that an attention reads."""
-    if isinstance(shape, AttentionShape) and shape.bits:
-        return Packing(shape.bits, shape.group_size)
-    return None
-
-
-def in_words(verdict: Verdict) -> str:
-    if not verdict.seconds:
-        return f"{name(verdict.product)} ({verdict.why})"
-    ms, stock = 1e3 * verdict.seconds, 1e3 * verdict.stock
-    return f"{name(verdict.product)} {ms:.3g} ms (stock {stock:.3g})"

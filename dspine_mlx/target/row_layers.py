@@ -7,7 +7,9 @@ from dspine_mlx.metal.rows import Matrix
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import STOCK, Apart, Product, Stock
 
-LINEAR = (nn.QuantizedLinear, nn.Linear)
+SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # over the ranks of a group
+SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMED)
+LINEAR = (nn.QuantizedLinear, nn.Linear, *SHARDED)
 EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
 
 
@@ -15,7 +17,7 @@ def linear_layers(target: Target) -> list[nn.Module]:
     """Linear layers of the decoder stack, then the LM head: if tied, an embedding with
     `as_linear`."""
     layers = [m for m in target.body.modules() if type(m) in LINEAR]
-    head = target.lm_head
+    head = target.fed_head
     if type(head) in (EMBEDDINGS if target.tied else LINEAR):
         layers.append(head)
     once = {id(layer): layer for layer in layers}
@@ -42,6 +44,8 @@ def swapped(
             y = mx.concatenate([base(self, row) for row in each], axis=1)
             return y.reshape(*x.shape[:-1], -1)
         y = product(x.reshape(-1, columns), Matrix.of(self)).reshape(*x.shape[:-1], -1)
+        if issubclass(cls, SUMMED):
+            y = mx.distributed.all_sum(y, group=self.group)
         return y + self.bias if "bias" in self else y
 
     return type(cls.__name__, (cls,), {method: multiply})

@@ -30,8 +30,9 @@ from dspine_mlx.target.equal_rows import (
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
-from dspine_mlx.target.row_attention import Chosen, RowAttention, set_class, shapes_of
+from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
+from dspine_mlx.target.swap import swapping
 from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
@@ -165,14 +166,8 @@ class RowKernels:
         multiply as the race decided for the number of rows they get. One row is plain decoding, and
         more than 32 are left to MLX: nothing is swapped. Every exit restores the classes."""
         swaps = self.swaps.get(rows, [])
-        classes = [type(layer) for layer, _ in swaps]
-        try:
-            for layer, cls in swaps:
-                set_class(layer, cls)
+        with swapping(swaps):
             yield
-        finally:
-            for (layer, _), cls in zip(swaps, classes, strict=True):
-                set_class(layer, cls)
 
     def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
         """In exact mode, compare verify forwards of these widths with as many one-row forwards, bit

@@ -4,13 +4,15 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.round.policy import Fixed, FixedCopies, Policy
+from dspine_mlx.round.lookup import COPIED, CopyChances
+from dspine_mlx.round.policy import Fixed, Policy
 from dspine_mlx.verify_length import profile as profiling
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
@@ -70,14 +72,11 @@ def prepare(
     explain: called with a line for every round and probe.
     """
     calibrations = load_calibrations(drafter, calibration)
-    curve, budgets, fit_to_keep = pair_costs(drafter) if profile else (None, {}, False)
-
-    def keep(curve: Curve, budgets: dict[str, Budget]) -> None:
-        write_costs(drafter, curve, budgets)
-
-    costs = Costs(curve or profiling.guess(drafter))
-    schedule = Schedule(costs, calibrations, explain, budgets, keep if fit_to_keep else None)
-    drafter.schedule = schedule
+    curve, budgets, right = (
+        pair_costs(drafter) if profile else (profiling.guess(drafter), {}, False)
+    )
+    keep = partial(write_costs, drafter) if right else None
+    schedule = drafter.schedule = Schedule(Costs(curve), calibrations, explain, budgets, keep)
     return schedule
 
 
@@ -90,14 +89,13 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
     drafter.misfit = misfit or drafter.misfit
     if curve is not None:
         return curve, budgets, True
-    curve = profiling.measure(drafter)
-    if curve.contradiction():
+    for _ in range(2):
         curve = profiling.measure(drafter)
-    if curve.contradiction():
-        log.warning("the measured costs are not kept: %s", curve.contradiction())
-        return curve, {}, False
-    write_costs(drafter, curve, {})
-    return curve, {}, True
+        if not curve.contradiction():
+            write_costs(drafter, curve, {})
+            return curve, {}, True
+    log.warning("the measured costs are not kept: %s", curve.contradiction())
+    return curve, {}, False
 
 
 def policy_for(
@@ -105,10 +103,10 @@ def policy_for(
 ) -> Policy:
     if verify_length == 0 or drafter.plain or drafter.target.verify_kernels.width_limit < 2:
         return Fixed(0)
-    if isinstance(verify_length, int) and not drafter.config.num_proposals:
-        return FixedCopies(verify_length) if verify_length else Fixed(0)
-    if isinstance(verify_length, int):
-        return Fixed(min(verify_length, drafter.config.num_proposals))
     if isinstance(verify_length, str):
         return (drafter.schedule or prepare(drafter)).policy(drafter, sampler)
-    return verify_length
+    if not isinstance(verify_length, int):
+        return verify_length
+    if not drafter.config.num_proposals:
+        return Fixed(min(verify_length, COPIED), copies=CopyChances())
+    return Fixed(min(verify_length, drafter.config.num_proposals))

@@ -20,7 +20,7 @@ from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import mode_of, uncalibrated
 from dspine_mlx.verify_length.chances import Chances
-from dspine_mlx.verify_length.schedule import Schedule, prepare
+from dspine_mlx.verify_length.schedule import Schedule, schedule_of
 
 SPAN = 4  # plain steps timed together: one of them alone may be early or late
 FLOOR = 0.88  # speed of plain decoding that rounds leave every text, at least
@@ -259,7 +259,7 @@ def batch_policy(verify_length: int | str, drafter: Drafter) -> BatchPolicy:
     """The policy that `verify_length` names: a number of tokens, or "auto"."""
     if isinstance(verify_length, int):
         return FixedLength(min(verify_length, drafter.config.num_proposals))
-    schedule = drafter.schedule or prepare(drafter)
+    schedule = schedule_of(drafter)
     if schedule.batch is None:
         curves, keep = batch_curves(drafter, schedule)
         slots, shortens = drafter.config.num_proposals, drafter.config.causal_block

@@ -1,6 +1,6 @@
 """What generation asks of a policy and tells it, and the simplest one: a fixed length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.arguments import INT32
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
+from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
@@ -71,8 +71,7 @@ class Policy(Protocol):
 
 @dataclass
 class Fixed:
-    """Always the same length; 0 is plain decoding. copies: chances of copies where there is no
-    drafter, so that all but them is decoded plainly."""
+    """Always the same length; 0 is plain decoding."""
 
     tokens: int
     parked: bool = False
@@ -80,7 +79,7 @@ class Fixed:
     copies: CopyChances | None = None
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
-        self.parked = self.tokens == 0 or self.copies is not None
+        self.parked = self.tokens == 0
 
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         return len(copy.tokens) > running
@@ -108,6 +107,16 @@ class Fixed:
 
     def verdict(self, depth: int) -> str:
         return ""
+
+
+@dataclass
+class FixedCopies(Fixed):
+    """Without a drafter: copies of the same length wherever there is one, else plain decoding."""
+
+    copies: CopyChances | None = field(default_factory=CopyChances)
+
+    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
+        self.parked, self.tokens = True, min(self.tokens, COPIED)
 
 
 def check_verify_length(value: Any) -> None:

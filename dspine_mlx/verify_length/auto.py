@@ -107,7 +107,7 @@ class Auto:
         greedy = self.chances.of(self.read(draft).greedy)
         this = self.copying.splice(draft, greedy, lookup, limit, depth)
         self.newest = this
-        return this and this.copy
+        return None if this is None else this.copy
 
     def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
         this = self.newest

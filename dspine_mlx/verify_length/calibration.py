@@ -76,7 +76,10 @@ def calibrated_slot(evidence: float, temperature: float, bias: float, slope: flo
     return (slope if x < 0 else 1 / temperature) * x + bias
 
 
-calibrated = np.vectorize(calibrated_slot, otypes=[float])  # of arrays
+@np.errstate(invalid="ignore")  # NaN says nothing
+def calibrated(*arrays: float | np.ndarray) -> np.ndarray:
+    """`calibrated_slot` of arrays."""
+    return np.vectorize(calibrated_slot, otypes=[float])(*arrays)
 
 
 def uncalibrated(slots: int) -> Calibration:

@@ -6,22 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
+from dspine_mlx.batch.policy import BatchPolicy
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.round.lookup import COPIED, CopyChances
-from dspine_mlx.round.policy import Fixed, Policy
+from dspine_mlx.round.policy import Fixed, FixedCopies, Policy
 from dspine_mlx.verify_length import profile as profiling
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.store import load_calibrations, read_costs, write_costs
-
-if TYPE_CHECKING:
-    from dspine_mlx.batch.scheduled import Scheduled
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
@@ -37,7 +33,7 @@ class Schedule:
     budgets: dict[str, Budget] = field(default_factory=dict)  # by mode
     keep: Callable[[Curve, dict[str, Budget]], None] | None = None  # writes them to the file
     policies: dict[str, Auto] = field(default_factory=dict)
-    batch: "Scheduled | None" = None  # the policy of several texts at once
+    batch: BatchPolicy | None = None  # of several texts at once
     kept_at: float = -MINUTE
 
     def policy(self, drafter: Drafter, sampler: SamplerFunction) -> Auto:
@@ -89,13 +85,20 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
     drafter.misfit = misfit or drafter.misfit
     if curve is not None:
         return curve, budgets, True
-    for _ in range(2):
+    curve = profiling.measure(drafter)
+    if curve.contradiction():
         curve = profiling.measure(drafter)
-        if not curve.contradiction():
-            write_costs(drafter, curve, {})
-            return curve, {}, True
-    log.warning("the measured costs are not kept: %s", curve.contradiction())
-    return curve, {}, False
+    if curve.contradiction():
+        log.warning("the measured costs are not kept: %s", curve.contradiction())
+        return curve, {}, False
+    write_costs(drafter, curve, {})
+    return curve, {}, True
+
+
+def schedule_of(drafter: Drafter) -> Schedule:
+    """A drafter's schedule, made now if it has none."""
+    schedule = drafter.schedule
+    return schedule if isinstance(schedule, Schedule) else prepare(drafter)
 
 
 def policy_for(
@@ -104,9 +107,9 @@ def policy_for(
     if verify_length == 0 or drafter.plain or drafter.target.verify_kernels.width_limit < 2:
         return Fixed(0)
     if isinstance(verify_length, str):
-        return (drafter.schedule or prepare(drafter)).policy(drafter, sampler)
+        return schedule_of(drafter).policy(drafter, sampler)
     if not isinstance(verify_length, int):
         return verify_length
     if not drafter.config.num_proposals:
-        return Fixed(min(verify_length, COPIED), copies=CopyChances())
+        return FixedCopies(verify_length) if verify_length else Fixed(0)
     return Fixed(min(verify_length, drafter.config.num_proposals))

@@ -13,6 +13,7 @@ from dspine_mlx.cli import app
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length.calibration import uncalibrated
+from dspine_mlx.verify_length.schedule import Schedule
 from dspine_mlx.verify_length.store import load_calibrations
 from tests.support.cache import cache_folder
 
@@ -70,7 +71,7 @@ def test_from_prompts_to_the_next_generation(
     assert [row[0] for row in rows] == ["1", "2", "3", "4", "5", "6", "mean"]
     assert all(row[1] == "100%" for row in rows[:-1])  # the drafter knows the replies
     _, drafter = generated(scripted)
-    assert drafter.schedule is not None
+    assert isinstance(drafter.schedule, Schedule)
     used = drafter.schedule.policies["greedy"].chances.calibration
     assert used == load_calibrations(drafter, file)["greedy"]
     assert used.rounds == TEXTS - 1
@@ -150,7 +151,7 @@ def test_a_calibration_that_does_not_fit_is_one_warning(
     with caplog.at_level(logging.WARNING):
         again, drafter = generated(scripted)
     assert again == text
-    assert drafter.schedule is not None
+    assert isinstance(drafter.schedule, Schedule)
     default = uncalibrated(drafter.config.num_proposals)
     assert drafter.schedule.policies["greedy"].chances.calibration == default
     (record,) = caplog.records

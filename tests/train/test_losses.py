@@ -14,10 +14,10 @@ from dspine_mlx.checkpoints.open import parameters
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import GATES, DSpine
 from dspine_mlx.target.model import Target
-from dspine_mlx.train.blocks import forward
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import Schedule, acceptance_length, drafter_loss
+from dspine_mlx.train.losses import Schedule, acceptance_length
 from dspine_mlx.train.objectives.dspine import OBJECTIVE
+from dspine_mlx.train.step import drafter_loss, forward
 from tests.support.checkpoints import (
     Checkpoint,
     Shape,

@@ -68,7 +68,7 @@ class Distributions(NamedTuple):
 
     def distribution_loss(self, ce: mx.array, alpha: mx.array, config: LossConfig) -> mx.array:
         """alpha CE + (1 - alpha) L1 of each row, L1 = sum over v of |p - q|: [R]."""
-        if config.reference == "law":
+        if config.reference == "distribution":
             ce = (1 - self.outside) * self.lse - (self.p * self.logits).sum(axis=-1)
         return alpha * ce + (1 - alpha) * (mx.abs(self.p - self.q).sum(axis=-1) + self.outside)
 

@@ -25,6 +25,8 @@ from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target.model import Target
 
+POOLS = (64, 1024)  # smaller ones that a probe or a calibration tries
+
 
 @dataclass(frozen=True)
 class DSparkConfig(DrafterConfig):
@@ -265,11 +267,17 @@ def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
 
 
 def readings(config: DSparkConfig, target: Target) -> dict[str, dict[str, Any]]:
-    """Offer a table, which is cheaper, and good enough if the head seldom promotes low-ranked
-    tokens."""
-    if not config.markov_rank or not config.candidate_pool:
+    """Offer other pools and a table. They are cheaper, and good enough if the head seldom promotes
+    low-ranked tokens."""
+    if not config.markov_rank:
         return {}
-    return {f"a table of each slot's {config.top_k} best": {"candidate_pool": 0}}
+    largest = min(POOL, config.num_draft_tokens)
+    named = {0: f"a table of each slot's {config.top_k} best"}
+    named |= {n: f"a pool of {n}" for n in POOLS if n < largest} | {POOL: f"a pool of {largest}"}
+    own = config.candidate_pool and min(config.candidate_pool, largest)
+    return {
+        name: {"candidate_pool": size} for size, name in named.items() if min(size, largest) != own
+    }
 
 
 def is_specforge(config: Config, names: Collection[str]) -> bool:

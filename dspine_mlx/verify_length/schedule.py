@@ -17,7 +17,13 @@ from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
-from dspine_mlx.verify_length.store import load_calibrations, read_costs, write_costs
+from dspine_mlx.verify_length.readings import use_reading
+from dspine_mlx.verify_length.store import (
+    load_calibrations,
+    load_reading,
+    read_costs,
+    write_costs,
+)
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
@@ -68,6 +74,8 @@ def prepare(
     explain: called with a line for every round and probe.
     """
     calibrations = load_calibrations(drafter, calibration)
+    if calibration is not None:
+        use_reading(drafter, load_reading(drafter, calibration))
     curve, budgets, right = (
         pair_costs(drafter) if profile else (profiling.guess(drafter), {}, False)
     )

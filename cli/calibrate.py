@@ -105,10 +105,10 @@ def calibrate(
             data |= {"readings": [r._asdict() for r in readings], "reading": chosen_reading.name}
         typer.echo(json.dumps(data))
     else:
-        if chosen_reading is not None:
-            show_readings(readings, chosen_reading)
         for mode, one in fits.items():
             show(mode, one)
+        if chosen_reading is not None:
+            show_readings(readings, chosen_reading)
         typer.echo(f"Written to {path}")
     if plot is not None:
         reliability(fits, plot, About(describe(drafter), device_name()))
@@ -122,6 +122,7 @@ def settle(
 ) -> "tuple[list[Reading], Reading | None]":
     """Compare the drafter's readings on some of the prompts, and let it draft with the fastest.
     None where its method has one reading only."""
+    import mlx.core as mx
     import numpy as np
 
     from dspine_mlx.checkpoints.open import open_checkpoint
@@ -132,6 +133,7 @@ def settle(
         drafter.network.config = open_checkpoint(drafter.folder).config
 
     def accepted() -> np.ndarray:
+        mx.random.seed(0)
         texts = [recorded(pair, suite[:COMPARED], t, max_tokens) for t in temperatures]
         return np.concatenate([text.accepted for each in texts for text in each])
 

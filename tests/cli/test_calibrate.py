@@ -77,6 +77,25 @@ def test_from_prompts_to_the_next_generation(
     assert used.rounds == TEXTS - 1
 
 
+def test_the_pool_of_candidates_is_chosen_shown_and_loaded(
+    scripted: tuple[str, str], prompts: Path
+) -> None:
+    """The scripted drafter is a Markov head over fewer tokens than a small pool would have."""
+    result = calibrated(scripted, prompts, "--limit", 9, "--temps", 0)
+    lines = [line for line in result.stdout.splitlines() if "tokens per round" in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        "as it is",
+        "a table of each slot's 19 best",
+    ]
+    assert [line.split(": ")[1].split()[0] for line in lines] == ["7.00", "7.00"]
+    chosen = result.stdout.partition("Chosen: ")[2].splitlines()[0]
+    (file,) = cache_folder().glob("calibration-*.json")
+    _, drafter = generated(scripted)
+    pool = vars(drafter.config)["candidate_pool"]
+    assert json.loads(file.read_text())["reading"] == ({} if pool else {"candidate_pool": 0})
+    assert chosen == lines[0 if pool else 1].partition(":")[0]
+
+
 def test_held_out_prompts_are_measured_and_the_others_fitted(
     scripted: tuple[str, str], prompts: Path, tmp_path: Path
 ) -> None:

@@ -89,8 +89,8 @@ def test_the_scale_of_embeddings_is_asked_of_gemma_like_targets(family: str, tol
     [
         ({"markov_rank": 0}, []),
         ({}, [0, 64]),  # 1024 is more than there are
-        ({"candidate_pool": 64}, [0, POOL]),
-        ({"candidate_pool": 0}, [64, POOL]),
+        ({"candidate_pool": 64}, [0, 200]),
+        ({"candidate_pool": 0}, [64, 200]),
         ({"candidate_pool": 5000}, [0, 64]),
     ],
 )

@@ -4,26 +4,17 @@ import errno
 import io
 import os
 import sys
+from functools import cache
+from importlib import import_module
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from dspine_mlx import __version__
-from dspine_mlx.cli.bench import bench
-from dspine_mlx.cli.calibrate import calibrate
-from dspine_mlx.cli.chat import chat
-from dspine_mlx.cli.convert import convert
-from dspine_mlx.cli.doctor import doctor
-from dspine_mlx.cli.generate import generate
 from dspine_mlx.cli.groups import Commands
-from dspine_mlx.cli.inspect import inspect
-from dspine_mlx.cli.models import models
-from dspine_mlx.cli.options import SeveralValues
 from dspine_mlx.cli.ranks import of_another_rank
-from dspine_mlx.cli.report import report
-from dspine_mlx.cli.serve import SETTINGS, serve
-from dspine_mlx.cli.train import app as train
 from dspine_mlx.errors import InputError, LostRank
 
 WIDEST = 4  # digits of a number of columns
@@ -31,24 +22,49 @@ TEMPORARY = {"TMPDIR", "TMP", "TEMP", "TEMPDIR"}  # where MLX puts files that it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 
+# The modules of this folder that are commands, with the first sentence of their help.
+COMMANDS = {
+    "generate": "Generate text: the target's own, made faster by a drafter.",
+    "chat": "Chat with a model. Drafted tokens are coloured; /help lists the commands.",
+    "models": "List public drafters, or those that fit a model, with what is known of them.",
+    "serve": "Serve a model with a drafter over HTTP: mlx_lm.server, its flags, and some more.",
+    "bench": "Measure speed against mlx-lm's own decoding, all modes in turn in one run.",
+    "calibrate": "Fit the drafter's confidence to what the target accepts.",
+    "convert": "Convert a published drafter checkpoint to an MLX folder.",
+    "inspect": "Describe a drafter: method, layout, the target it fits, sizes, and any problems.",
+    "doctor": "Examine this machine: chip, memory, packages, kernels, measured costs, caches.",
+    "report": "Make a report to attach to a bug, or to send as a measurement of your chip.",
+    "train": "Train a drafter for a target, in MLX.",
+}
+
+
+@cache
+def command_named(name: str) -> Any:
+    """A command, or a group of them, as typer builds it."""
+    return typer.main.get_command(import_module(f"dspine_mlx.cli.{name}").app)
+
+
+class OneModule(TyperGroup):
+    """All commands by their summaries. Only the one that runs is imported."""
+
+    def __init__(self, **settings: Any) -> None:
+        summaries = {name: TyperCommand(name, help=text) for name, text in COMMANDS.items()}
+        super().__init__(**settings | {"commands": summaries})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command_named(name) if name in COMMANDS else command, rest
+
+
 app = Commands(
     name="dspine-mlx",
+    cls=OneModule,
+    add_completion=True,
     help="Speculative decoding on Apple Silicon with DSpine drafters, on MLX and mlx-lm.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=SeveralValues)(generate)
-app.command()(chat)
-app.command()(models)
-app.command(context_settings=SETTINGS, add_help_option=False)(serve)
-app.command()(bench)
-app.command()(calibrate)
-app.command()(convert)
-app.command()(inspect)
-app.command()(doctor)
-app.command()(report)
-app.add_typer(train, name="train")
 
 
 def version(wanted: bool) -> None:

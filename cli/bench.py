@@ -1,17 +1,18 @@
 """dspine-mlx bench: the net gain on this machine."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.groups import Commands, grouped
 from dspine_mlx.cli.options import DraftOption, KernelsOption, TargetOption
 from dspine_mlx.cli.output import check_new, check_plot, new_file
 from dspine_mlx.cli.ranks import leads, on_every_rank
 from dspine_mlx.errors import InputError
+
+app = Commands()
 
 LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
 ROWS_ALONE = "--rows times products by themselves; only --model and --json go with it"
@@ -24,8 +25,7 @@ QUESTION = [  # for --live without --suite
 ]
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What is decoded, and how much of it at once."""
 
     suite: Annotated[
@@ -84,6 +84,7 @@ class Load:
             raise InputError("there are no prompts; give --suite with a name or a file")
 
 
+@app.command()
 @on_every_rank
 @grouped
 def bench(

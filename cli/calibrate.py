@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.cli.options import DraftOption, JsonOption, TargetOption
 from dspine_mlx.cli.output import check_new, check_plot
 from dspine_mlx.cli.ranks import on_every_rank
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 COMPARED = 8  # prompts that readings are compared on
 
+app = Commands()
 
+
+@app.command()
 @on_every_rank
 def calibrate(
     model: TargetOption = None,

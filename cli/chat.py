@@ -1,11 +1,11 @@
 """dspine-mlx chat: a conversation in the terminal."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.groups import Commands, grouped
 from dspine_mlx.cli.options import (
     SAMPLING,
     MaxKvSizeOption,
@@ -20,7 +20,10 @@ from dspine_mlx.cli.prompting import parse_object
 from dspine_mlx.cli.ranks import on_every_rank
 from dspine_mlx.errors import InputError
 
+app = Commands()
 
+
+@app.command()
 @on_every_rank
 @grouped
 def chat(
@@ -57,7 +60,7 @@ def chat(
 
     check_max_tokens(max_tokens)
     check_cache_sizes(prefill_step_size, max_kv_size)
-    sampler = Sampler(**asdict(sampling))
+    sampler = Sampler(**sampling._asdict())
     check_seed(seed)
     mx.random.seed(seed)
     loaded = load_pair(pair, length)

@@ -55,13 +55,18 @@ class Chat:
     def run(self) -> None:
         typed = sys.stdin is not None and sys.stdin.isatty()
         messages = prompted(self.figures) if typed else lines_of(sys.stdin)
-        for message in messages:
+        while (message := self.next_of(messages)) is not None:
             try:
                 self.take(readable("the message", message))
             except InputError as error:
                 self.say(str(error))
             except Quit:
                 return
+
+    def next_of(self, messages: Iterator[str]) -> str | None:
+        """The next message, for which other ranks may wait as long as this one does."""
+        with self.conversation.waiting():
+            return next(messages, None)
 
     def take(self, message: str) -> None:
         """A message, or a command: a slash and one word."""

@@ -1,7 +1,7 @@
 """A conversation with a model: its messages, and a prompt cache that goes on from turn to turn."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, Protocol
 
 import mlx.nn as nn
@@ -55,6 +55,10 @@ class Conversation:
         self.text: str | None = ""
         if self.drafter is not None:
             self.drafter.verifier.ranks.share(do="reset", max_kv_size=self.max_kv_size)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context of a wait for the next message."""
+        return nullcontext() if self.drafter is None else self.drafter.verifier.ranks.waiting()
 
     @property
     def cache(self) -> list[Any]:

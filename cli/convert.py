@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
     from dspine_mlx.convert.plan import Plan
 
+app = Commands()
+
 STORE, SOURCE, CHECK = "Storage", "Source", "Checks"
 
 
+@app.command()
 def convert(
     hf_path: Annotated[
         str, typer.Option("--hf-path", "--model", help="Checkpoint: a folder or a Hub id.")

@@ -6,9 +6,14 @@ from typing import Annotated
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
+
+app = Commands()
+
 MARKS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "problem": ("red", "PROBLEM")}
 
 
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:

@@ -3,13 +3,13 @@
 import json
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from dspine_mlx.cli.groups import grouped
+from dspine_mlx.cli.groups import Commands, grouped
 from dspine_mlx.cli.options import (
     CACHE,
     PAIR,
@@ -18,6 +18,7 @@ from dspine_mlx.cli.options import (
     Pair,
     PrefillStepOption,
     Sampling,
+    SeveralValues,
     parse_verify_length,
 )
 from dspine_mlx.cli.prompting import Prompting, read_prompt
@@ -27,12 +28,13 @@ from dspine_mlx.errors import InputError
 if TYPE_CHECKING:
     from dspine_mlx.round.statistics import GenerationResponse
 
+app = Commands()
+
 OUTPUT = "Output"
 INTERRUPTED = 128 + signal.SIGINT  # a shell's exit status
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """How the target keeps its keys and values."""
 
     max_kv_size: MaxKvSizeOption = None
@@ -48,8 +50,7 @@ class Cache:
     prefill_step_size: PrefillStepOption = 2048
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """What is printed beside the text."""
 
     explain: Annotated[
@@ -89,6 +90,7 @@ class Output:
     )
 
 
+@app.command(cls=SeveralValues)
 @on_every_rank
 @grouped
 def generate(
@@ -151,7 +153,7 @@ def generate(
     arguments.check_max_tokens(max_tokens)
     arguments.check_cache_sizes(cache.prefill_step_size, cache.max_kv_size)
     arguments.check_kv_quantization(cache.kv_bits, cache.kv_group_size, cache.quantized_kv_start)
-    sampler = Sampler(**asdict(sampling), seeded=seed is not None)
+    sampler = Sampler(**sampling._asdict(), seeded=seed is not None)
     if seed is not None:  # as mlx_lm.generate: before loading, which draws initial weights
         arguments.check_seed(seed)
         mx.random.seed(seed)
@@ -160,7 +162,7 @@ def generate(
         raise InputError("--prompt-cache-file can't be used on several machines; leave it out")
     if prompt_cache_file is not None:
         saved = read_saved_prompt(prompt_cache_file, pair.model, cache.kv_bits, cache.kv_group_size)
-        pair = replace(pair, model=saved.model)
+        pair = pair._replace(model=saved.model)
     loaded = load_pair(
         pair,
         length,
@@ -184,7 +186,7 @@ def generate(
         prompt_cache=None if saved is None else saved.caches,
         verify_length=length,
         lookup=not pair.no_lookup,
-        **asdict(cache),
+        **cache._asdict(),
     )
     present(responses, output, rounds)
 

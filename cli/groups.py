@@ -1,10 +1,9 @@
-"""Typer for commands of many options: dataclasses that it sees field by field, help that flows."""
+"""Typer for commands of many options: named tuples that it sees field by field, help that flows."""
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
 
@@ -12,23 +11,23 @@ Command = Callable[..., None]
 
 
 def grouped(command: Command) -> Command:
-    """A command whose dataclass arguments are options, one per field, with the field's default."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    """A command whose named tuples are options, one per field, with the field's default."""
+    arguments = inspect.signature(command).parameters.values()
+    groups = {a.name: a.annotation for a in arguments if is_group(a.annotation)}
     parameters = [
         option
-        for argument in inspect.signature(command).parameters.values()
+        for argument in arguments
         for option in (
-            options_of(groups[argument.name])
+            options_of(argument.annotation)
             if argument.name in groups
-            else [argument.replace(kind=argument.KEYWORD_ONLY, annotation=hints[argument.name])]
+            else [argument.replace(kind=argument.KEYWORD_ONLY)]
         )
     ]
 
     @wraps(command)
     def flat(**values: Any) -> None:
         for name, kind in groups.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            values[name] = kind(**{field: values.pop(field) for field in kind._fields})
         command(**values)
 
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -36,19 +35,25 @@ def grouped(command: Command) -> Command:
     return flat
 
 
+def is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and hasattr(annotation, "_fields")
+
+
 def options_of(group: Any) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    for field in fields(group):
+    for field, annotation in group.__annotations__.items():
         yield inspect.Parameter(
-            field.name,
+            field,
             inspect.Parameter.KEYWORD_ONLY,
-            default=default_of(field),
-            annotation=hints[field.name],
+            default=group._field_defaults.get(field, inspect.Parameter.empty),
+            annotation=annotation,
         )
 
 
 class Commands(typer.Typer):
     """A Typer whose help has paragraphs that fit the terminal, not the source's lines."""
+
+    def __init__(self, add_completion: bool = False, **settings: Any) -> None:
+        super().__init__(add_completion=add_completion, **settings)
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         def register(function: Any) -> Any:
@@ -57,7 +62,3 @@ class Commands(typer.Typer):
             return super(Commands, self).command(*args, help=flowing, **settings)(function)
 
         return register
-
-
-def default_of(field: Field[Any]) -> Any:
-    return inspect.Parameter.empty if field.default is MISSING else field.default

@@ -6,9 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.errors import InputError
 
+app = Commands()
 
+
+@app.command()
 def inspect(
     path: Annotated[
         str, typer.Argument(help="A drafter, converted or not, or a target: folder or Hub id.")

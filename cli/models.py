@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
+
 if TYPE_CHECKING:
     from dspine_mlx.models.registry import Entry
 
+app = Commands()
 
+
+@app.command()
 def models(
     model: Annotated[
         str | None, typer.Argument(help="A target, folder or Hub id: show what fits it.")

@@ -1,8 +1,7 @@
 """Options that several commands have, alone and in groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -57,8 +56,7 @@ KernelsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A target, its drafter, and how they draft."""
 
     model: TargetOption = None
@@ -103,8 +101,7 @@ class Pair:
     ] = False
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """How tokens are drawn: the fields of `Sampler` that a user sets."""
 
     temp: Annotated[

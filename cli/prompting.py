@@ -3,8 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 QUERY = "<query>"  # stands in for the prompt while the template is tried out
 
 
-@dataclass(frozen=True)
-class Prompting:
+class Prompting(NamedTuple):
     """What is put around the prompt."""
 
     system_prompt: SystemPromptOption = None

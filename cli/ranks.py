@@ -5,9 +5,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -22,8 +21,7 @@ STARTED = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # what launchers tel
 leads: "ContextVar[Group | None]" = ContextVar("leads", default=None)
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """How a target is split over machines."""
 
     pipeline: Annotated[

@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
+from dspine_mlx.cli.groups import Commands
 from dspine_mlx.cli.options import DraftOption, TargetOption
 from dspine_mlx.cli.output import check_new, new_file
 
+app = Commands()
 
+
+@app.command()
 def report(
     output: Annotated[
         Path | None, typer.Option(help="Write to this new file; default: print.")

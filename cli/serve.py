@@ -2,9 +2,15 @@
 
 import typer
 
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # how to register `serve`
+from dspine_mlx.cli.groups import Commands
+
+app = Commands()
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
 def serve(context: typer.Context) -> None:
     """Serve a model with a drafter over HTTP: mlx_lm.server, its flags, and some more."""
     import argparse

@@ -140,8 +140,8 @@ def lookup_drafter(model: nn.Module | Target, kernels: str = "auto") -> Drafter:
 
 def settle_verify_kernels(target: Target, mode: str, offered: int) -> None:
     """Choose the kernels that multiply the rows of this target's verify forwards."""
-    target.ranks.share(do="kernels", mode=mode, proposals=offered)
-    with same_random_state():
+    job = {"do": "kernels", "mode": mode, "proposals": offered}
+    with target.ranks.together(**job), same_random_state():
         found = prepare(target, mode, range(2, offered + 2), store.cache_folder())
     target.verify_kernels = found
     if found.width_limit < 2:

@@ -7,6 +7,7 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
 
@@ -49,6 +50,6 @@ class Network(nn.Module):
         slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         """See `Drafter.propose_texts`."""
         raise NotImplementedError

@@ -6,17 +6,22 @@ their order alone, so every rank evaluates the same ones in the same order.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 
 from dspine_mlx.errors import InputError, LostRank
+from dspine_mlx.group.heartbeat import Heartbeat
+from dspine_mlx.group.interrupts import uninterrupted
 from dspine_mlx.group.watchdog import Watchdog
 
 FEED, VERIFY, DEEPEN, END = 1, 2, 3, 4
 ALL, NONE_YET = -1, -2  # rows to keep: all that were fed; it is not known yet
 HEAD = 4
 ROOM = 64  # tokens that fit into a message; more follow in a second sum
+BEATS = 4  # signs of life in the time after which a rank gives up
 TEXT = 512  # bytes of a rank's word to all others
 BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # how their errors begin
 
@@ -101,14 +106,20 @@ class Channel:
     def share(self, job: dict[str, Any]) -> None:
         """Rank 0: send the others what to do next."""
         data = mx.array(list(json.dumps(job).encode()), mx.uint8)
-        with self.watchdog.watching():
+        with uninterrupted(), self.watchdog.watching():
             self.settled(self.sum(mx.array([data.size], mx.int32)))
             self.settled(self.sum(data)[:1])
 
-    def receive(self) -> dict[str, Any]:
-        """The others: wait, for however long, for the next job."""
-        (size,) = self.settled(self.sum(mx.zeros((1,), mx.int32)))
-        with self.watchdog.watching():
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Rank 0: within the block nobody sends anything, for however long, but signs of life."""
+        with Heartbeat(lambda: self.share({"do": "wait"}), self.watchdog.seconds / BEATS):
+            yield
+
+    def receive(self, seconds: float | None = None) -> dict[str, Any]:
+        """The others: the next job, or the next sign of life."""
+        with self.watchdog.watching(seconds):
+            (size,) = self.settled(self.sum(mx.zeros((1,), mx.int32)))
             data = self.settled(self.sum(mx.zeros((size,), mx.uint8)))
         job: dict[str, Any] = json.loads(bytes(data))
         return job
@@ -120,10 +131,26 @@ class Channel:
         data = word.encode()[:TEXT].ljust(TEXT, b"\0")
         rows = mx.zeros((self.size, TEXT), mx.uint8)
         rows[self.rank] = mx.array(list(data), mx.uint8)
-        with self.watchdog.watching(seconds):
+        with uninterrupted(), self.watchdog.watching(seconds):
             flat = self.settled(self.sum(rows).reshape(-1))
         texts = [bytes(flat[i : i + TEXT]) for i in range(0, len(flat), TEXT)]
         return [text.rstrip(b"\0").decode(errors="ignore") for text in texts]
+
+    def gather_whole(self, word: str) -> list[str]:
+        """Every rank's word, however long."""
+        data, none = mx.array(list(word.encode()), mx.uint8), mx.array([], mx.uint8)
+        sizes = mx.zeros((self.size,), mx.int32)
+        sizes[self.rank] = data.size
+        with uninterrupted(), self.watchdog.watching():
+            lengths = self.settled(self.sum(sizes))
+            parts = [none if rank != self.rank else data for rank in range(self.size)]
+            rows = [
+                part if part.size == n else mx.zeros((n,), mx.uint8)
+                for part, n in zip(parts, lengths, strict=True)
+            ]
+            flat = bytes(self.settled(self.sum(mx.concatenate(rows))))
+        starts = [sum(lengths[:rank]) for rank in range(self.size)]
+        return [flat[start : start + n].decode() for start, n in zip(starts, lengths, strict=True)]
 
     def agree(self, problem: str = "", seconds: float | None = None) -> None:
         """Raise `InputError` on every rank if one of them has a problem."""
@@ -140,5 +167,5 @@ class Channel:
 
     def agreed(self, holds: bool) -> bool:
         """Whether something holds on every rank."""
-        with self.watchdog.watching():
+        with uninterrupted(), self.watchdog.watching():
             return self.settled(self.sum(mx.array([not holds], mx.int32))) == [0]

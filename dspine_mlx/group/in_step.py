@@ -27,14 +27,12 @@ def plain_in_step(
     channel = target.channel
     job = {"prompt": prompt, "sampler": asdict(sampler), "options": options}
     job |= {"state": mx.random.state[0].tolist()}
-    target.group.share(do="plain", **job)
-    channel.announced = True
-    for response in decode_job(target.model, tokenizer, job, progress):
+    with target.group.together(do="plain", **job):
+        for response in decode_job(target.model, tokenizer, job, progress):
+            channel.watchdog.disarm()
+            yield response
+            channel.watchdog.arm()
         channel.watchdog.disarm()
-        yield response
-        channel.watchdog.arm()
-    channel.watchdog.disarm()
-    channel.announced = False
 
 
 def decode_job(

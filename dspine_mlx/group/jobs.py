@@ -9,6 +9,7 @@ from dspine_mlx.cache_folder import cache_folder
 from dspine_mlx.group.follow import Followed, Follower
 from dspine_mlx.group.in_step import decode_job
 from dspine_mlx.group.target import PartOfTarget
+from dspine_mlx.group.watchdog import LOADING
 from dspine_mlx.load import same_random_state
 from dspine_mlx.round.text import Checkpoints
 from dspine_mlx.target.row_kernels import prepare
@@ -24,9 +25,12 @@ class Jobs:
         self.checkpoints: Checkpoints = {}  # of its next answer
 
     def run(self) -> dict[str, Any]:
-        """Do what rank 0 says, until it says that it is done; returns how it says so."""
-        while (job := self.target.channel.receive())["do"] != "done":
+        """Do what rank 0 says, until it says that it is done; returns how it says so. Before it
+        says anything it may load a drafter, or download one."""
+        job = self.target.channel.receive(LOADING)
+        while job["do"] != "done":
             self.do(job)
+            job = self.target.channel.receive()
         return job
 
     def do(self, job: dict[str, Any]) -> None:
@@ -46,6 +50,8 @@ class Jobs:
             with same_random_state():
                 found = prepare(self.target, job["mode"], widths, cache_folder())
             self.target.verify_kernels = found
+        elif job["do"] == "caches":
+            self.target.verify_kernels.race_caches(job["bits"], job["group_size"])
         elif job["do"] == "plain":
             for _ in decode_job(model, self.tokenizer, job):
                 pass

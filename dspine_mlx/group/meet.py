@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,8 +52,9 @@ class Group:
         nothing."""
         settings = tokenizer_config or {"trust_remote_code": False}
         module, tokenizer = load_part(model, self.channel, self.pipeline, settings)
-        self.target = target = LeadTarget(module, self.channel)
+        target = LeadTarget(module, self.channel)
         check_rollback(target)
+        self.target = target
         if draft is None:
             return module, tokenizer, NoDrafter(target)
         see_whole(target, model)
@@ -85,6 +86,10 @@ class Group:
         except InputError as error:
             problem = str(error)
             raise
+        except KeyboardInterrupt:
+            if self.target is None:  # the others may be anywhere in mlx-lm's loading
+                leave()
+            raise
         except RuntimeError as error:
             self.channel.note(error)
             raise
@@ -94,14 +99,22 @@ class Group:
 
     def part(self, problem: str) -> None:
         """Rank 0: let the others end."""
-        if self.channel.announced:  # interrupted before the forward: they would wait for it
-            sys.stdout.flush()
-            os._exit(1)
+        if self.channel.announced:  # they run what this rank has left, and would wait for it
+            leave()
         if self.target is not None:
             self.target.group.share(do="done")
         else:  # they wait for its word on what they have found
             with suppress(InputError):
                 self.channel.agree(problem)
+
+
+def leave() -> NoReturn:
+    """End this process at once, with the sentence of its error: the others find it lost."""
+    kind, error, traceback = sys.exc_info()
+    if kind is not None and error is not None:
+        sys.excepthook(kind, error, traceback)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def meet(pipeline: bool = False, seconds: float = SECONDS) -> Group | None:

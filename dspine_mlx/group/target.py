@@ -1,10 +1,8 @@
 """A rank's part of a target, and rank 0's, which tells the others what it feeds."""
 
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from threading import current_thread, main_thread
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +11,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.pipeline import PipelineMixin
 
 from dspine_mlx.group.channel import ALL, DEEPEN, END, FEED, NONE_YET, VERIFY, Channel
+from dspine_mlx.group.interrupts import uninterrupted
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.target.model import Target, recording
 from dspine_mlx.target.rollback import Rollback
@@ -28,13 +27,18 @@ class PartOfTarget(Target):
 
     def __init__(self, model: nn.Module, channel: Channel):
         super().__init__(model)
-        self.channel = channel
+        self.channel, self.own_head = channel, self.lm_head
         self.layers = list(self.body.layers)
         self.pipelined = isinstance(self.body, PipelineMixin) and self.body.pipeline_size > 1
         self.split_head = not self.tied and type(self.lm_head) is not plain_type(self.lm_head)
         self._recording[type(self.body)] = recording(type(self.body), self._tapped)
         self.group = InGroup(channel, self.pipelined)
         self.ranks = self.group
+
+    @property
+    def fed_head(self) -> nn.Module:
+        """This rank's part, where mlx-lm has split the head; a drafter reads the whole of it."""
+        return self.own_head
 
     def run(
         self,
@@ -92,7 +96,8 @@ class LeadTarget(PartOfTarget):
     ) -> "LeadRollback":
         if self.group.text is not None:
             self.group.text.end()
-        self.group.text = LeadRollback(cache, self, kv, ids)
+        with uninterrupted():
+            self.group.text = LeadRollback(cache, self, kv, ids)
         return self.group.text
 
 
@@ -122,8 +127,22 @@ class InGroup:
             self.text.end()
         self.channel.share(job)
 
+    @contextmanager
+    def together(self, **job: Any) -> Iterator[None]:
+        with uninterrupted():
+            self.share(**job)
+            self.channel.announced = True
+        yield
+        self.channel.announced = False
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self.channel.waiting()
+
     def agreed(self, holds: bool) -> bool:
         return self.channel.agreed(holds)
+
+    def gathered(self, word: str) -> list[str]:
+        return self.channel.gather_whole(word)
 
     def arrived(self) -> None:
         self.channel.watchdog.disarm()
@@ -205,36 +224,21 @@ class LeadRollback(Rollback):
             self.kept = rows
 
     def deepen(self, depth: int) -> None:
-        self.channel.tell(DEEPEN, self.keep, mx.array([depth], mx.uint32))
-        self.keep = NONE_YET
+        with uninterrupted():
+            self.channel.tell(DEEPEN, self.keep, mx.array([depth], mx.uint32))
+            self.keep = NONE_YET
         super().deepen(depth)
 
     def end(self) -> None:
         if self.over or self.target.group.lost:
             return
-        self.over = True
-        self.target.group.text = None
-        with mx.stream(self.stream), self.channel.watchdog.watching():
+        with uninterrupted(), mx.stream(self.stream), self.channel.watchdog.watching():
+            self.over = True
+            self.target.group.text = None
             if self.promised:
                 self.fulfil()
             none = mx.array([], mx.uint32)
             self.channel.settled(self.channel.tell(END, self.keep, none, self.broken))
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off to the end of the block: once a forward is announced, the others run it."""
-    if current_thread() is not main_thread():  # which no signal reaches
-        yield
-        return
-    asked: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *signals: asked.append(signals))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked and callable(before):
-        before(*asked[0])
 
 
 def plain_type(head: nn.Module) -> type[nn.Module]:

@@ -50,7 +50,10 @@ class VerifyKernels(Protocol):
         """Context for one forward over so many rows, of one text or of several."""
 
     def expect_caches(self, bits: int, group_size: int) -> None:
-        """Prepare for caches quantised so."""
+        """Prepare for caches quantised so, on all ranks."""
+
+    def race_caches(self, bits: int, group_size: int) -> None:
+        """This rank's part of it."""
 
 
 class StockKernels:
@@ -71,8 +74,9 @@ class StockKernels:
     def verifying(self, rows: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def expect_caches(self, bits: int, group_size: int) -> None:
-        pass
+    def expect_caches(self, bits: int, group_size: int) -> None: ...
+
+    def race_caches(self, bits: int, group_size: int) -> None: ...
 
 
 class Target:
@@ -98,6 +102,11 @@ class Target:
         self.ranks: Ranks = Alone()
         self._tapped = Tapped()
         self._recording = {cls: recording(cls, self._tapped) for cls in set(map(type, self.layers))}
+
+    @property
+    def fed_head(self) -> nn.Module:
+        """The LM head of the model's own forwards."""
+        return self.lm_head
 
     @cached_property
     def cache_layout(self) -> Layout:

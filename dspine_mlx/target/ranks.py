@@ -1,5 +1,6 @@
 """The other ranks of a target that is split, as generation sees them; one process has none."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 
@@ -23,8 +24,18 @@ class Ranks(Protocol):
     def share(self, **job: Any) -> None:
         """Tell the others what to do next."""
 
+    def together(self, **job: Any) -> AbstractContextManager[None]:
+        """Context of work that all ranks do by themselves. Whoever leaves it before its end has
+        lost them."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context of a wait for a person, after which there may be more for the others to do."""
+
     def agreed(self, holds: bool) -> bool:
         """Whether something holds on every rank; all ranks must ask."""
+
+    def gathered(self, word: str) -> list[str]:
+        """Every rank's word, in the order of ranks; all ranks must ask."""
 
     def arrived(self) -> None:
         """The newest forward's result has been read: nothing is waited for."""
@@ -41,8 +52,17 @@ class Alone:
 
     def share(self, **job: Any) -> None: ...
 
+    def together(self, **job: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def agreed(self, holds: bool) -> bool:
         return holds
+
+    def gathered(self, word: str) -> list[str]:
+        return [word]
 
     def arrived(self) -> None: ...
 

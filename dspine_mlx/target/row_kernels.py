@@ -28,7 +28,7 @@ from dspine_mlx.target.equal_rows import (
     unequal_widths,
 )
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, name, to_dict
+from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
 from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
@@ -37,7 +37,9 @@ from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Sh
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
 EXACT_SECONDS = 60.0  # in exact mode, whose check takes longer, and is due again after every race
-LINEAR = (nn.QuantizedLinear, nn.Linear)
+SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # over the ranks of a group
+SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMED)
+LINEAR = (nn.QuantizedLinear, nn.Linear, *SHARDED)
 EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
 
 
@@ -52,7 +54,7 @@ class RowKernels:
 
     def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
         self.race, self.folder = race or Race("off"), folder
-        self.key = on_file.kernels_key(self.race)
+        self.key = on_file.kernels_key(self.race) | target.ranks.key
         self.target, self.dtype = target, target.dtype
         self.exact = self.race.mode == "exact"
         self.attend = Chosen(self.race.mode)
@@ -63,7 +65,9 @@ class RowKernels:
         for layer in linear_layers(target):
             shape = Shape.of(Matrix.of(layer), self.dtype)
             self.shapes.setdefault(shape, []).append(layer)
-        raced = self.race.machine.metal and not self.race.idle
+        self.races = target.ranks.agreed(not self.race.idle)
+        self.packings: set[tuple[int, int]] = set()  # of caches whose attention has been raced
+        raced = self.race.machine.metal and self.races
         self.attention: list[AttentionShape] = []
         self.verdicts: Verdicts = {}
         self.widths: list[int] = []
@@ -83,26 +87,32 @@ class RowKernels:
             for shape in attention
             for context in contexts(self.race.mode)
         ]
-        if self.folder is not None and not self.race.idle:
+        if self.folder is not None and self.races:
             wanted = set(self.all_shapes)
             known = on_file.read(self.folder, self.key)
             self.verdicts |= {k: v for k, v in known.items() if k[0] in wanted}
 
     def expect_caches(self, bits: int, group_size: int) -> None:
         """Race attention to caches of this packing, too, at the widths that were settled before."""
+        raced = self.races and self.race.machine.metal and not self.exact
+        if raced and (bits, group_size) not in self.packings:
+            with self.target.ranks.together(do="caches", bits=bits, group_size=group_size):
+                self.race_caches(bits, group_size)
+
+    def race_caches(self, bits: int, group_size: int) -> None:
+        """Every rank's part of `expect_caches`."""
+        self.packings.add((bits, group_size))
         plain = {shape._replace(context=0) for shape in self.attention if not shape.bits}
         packed = [
             shape._replace(bits=bits, group_size=group_size) for shape in plain if not shape.sinks
         ]
-        known = {shape._replace(context=0) for shape in self.attention}
-        if not self.exact and not known.issuperset(packed):
-            self.know(packed)
-            self.settle(self.widths)
+        self.know(packed)
+        self.settle(self.widths)
 
     def settle(self, widths: Iterable[int], seconds: float | None = None) -> None:
         """Race each shape at each number of rows without a verdict, the coarse steps of widths
         first, until the time is up. What is not raced is left to stock."""
-        if self.race.idle:
+        if not self.races:
             return
         asked = {w for w in widths if 2 <= w <= MAX_ROWS}
         self.widths = sorted(asked.union(self.widths), key=lambda w: (-(w & -w), w))
@@ -116,7 +126,8 @@ class RowKernels:
                 if self.race.clock() - begun > limit:
                     break
                 new[shape, rows] = self.raced(shape, rows)
-        self.verdicts |= new
+        found = self.target.ranks.gathered(on_file.to_json(self.verdicts | new))
+        self.verdicts = on_file.common(found, set(self.all_shapes))
         self.arrange()
         if new and self.folder is not None:
             on_file.write(self.folder, self.key, new)
@@ -180,6 +191,9 @@ class RowKernels:
             products = self.key | {"products": self.digest}
             key = check_key(self.target.model, products, depths)
             known = checked_widths.read(self.folder, key)
+        found = self.target.ranks.gathered(json.dumps(sorted(known)))
+        on_all = set.intersection(*(set(json.loads(widths)) for widths in found))
+        known = {width: known[width] for width in on_all}
         new = asked - known.keys()
         if new:
             unequal = unequal_widths(self.target, new, self.verifying, depths)
@@ -205,7 +219,7 @@ class RowKernels:
         chosen = [
             [*shape, rows, to_dict(verdict.product)]
             for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
-            if verdict.product != unsettled and not is_packed_cache(shape)
+            if verdict.product != unsettled and not on_file.is_packed_cache(shape)
         ]
         if not chosen and not self.exact:
             return ""
@@ -257,7 +271,7 @@ class RowKernels:
         layers.update(self.experts.items())
         for shape in self.all_shapes:
             found = sorted((rows, v) for (of, rows), v in self.verdicts.items() if of == shape)
-            parts = [f"{rows} rows {in_words(verdict)}" for rows, verdict in found]
+            parts = [f"{rows} rows {on_file.in_words(verdict)}" for rows, verdict in found]
             count = len(layers[shape]) if shape in layers else 0  # attention: not counted
             before = f"{count} x " if count else ""
             lines.append(f"{before}[{shape}]: {'; '.join(parts) or 'not raced yet'}")
@@ -286,23 +300,11 @@ def prepare(
     return kernels
 
 
-def is_packed_cache(shape: AnyShape) -> bool:
-    """Whether costs don't depend on it: they are measured with caches as they are."""
-    return isinstance(shape, AttentionShape) and shape.bits > 0
-
-
-def in_words(verdict: Verdict) -> str:
-    if not verdict.seconds:
-        return f"{name(verdict.product)} ({verdict.why})"
-    ms, stock = 1e3 * verdict.seconds, 1e3 * verdict.stock
-    return f"{name(verdict.product)} {ms:.3g} ms (stock {stock:.3g})"
-
-
 def linear_layers(target: Target) -> list[nn.Module]:
     """Linear layers of the decoder stack, then the LM head: if tied, an embedding with
     `as_linear`."""
     layers = [m for m in target.body.modules() if type(m) in LINEAR]
-    head = target.lm_head
+    head = target.fed_head
     if type(head) in (EMBEDDINGS if target.tied else LINEAR):
         layers.append(head)
     once = {id(layer): layer for layer in layers}
@@ -329,6 +331,8 @@ def swapped(
             y = mx.concatenate([base(self, row) for row in each], axis=1)
             return y.reshape(*x.shape[:-1], -1)
         y = product(x.reshape(-1, columns), Matrix.of(self)).reshape(*x.shape[:-1], -1)
+        if issubclass(cls, SUMMED):
+            y = mx.distributed.all_sum(y, group=self.group)
         return y + self.bias if "bias" in self else y
 
     return type(cls.__name__, (cls,), {method: multiply})

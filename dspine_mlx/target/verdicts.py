@@ -14,7 +14,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.metal.attention import Attended
 from dspine_mlx.metal.kernel import source
 from dspine_mlx.metal.rows import Matrix
-from dspine_mlx.target.products import from_dict, to_dict
+from dspine_mlx.target.products import from_dict, name, to_dict
 from dspine_mlx.target.race import Race, Verdict
 
 log = logging.getLogger(__name__)
@@ -186,6 +186,22 @@ def as_dict(shape: AnyShape, rows: int, verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def to_json(verdicts: Verdicts) -> str:
+    return json.dumps([as_dict(*key, verdict) for key, verdict in sorted_items(verdicts)])
+
+
+def from_json(text: str) -> Verdicts:
+    return dict(map(entry, json.loads(text)))
+
+
+def common(found: list[str], shapes: set[AnyShape]) -> Verdicts:
+    """On these shapes, rank 0's verdicts; where it has settled nothing, the next rank's."""
+    verdicts: Verdicts = {}
+    for other in map(from_json, reversed(found)):
+        verdicts |= {k: v for k, v in other.items() if k[0] in shapes}
+    return verdicts
+
+
 def write(folder: Path, key: dict[str, Any], verdicts: Verdicts) -> None:
     """Add to the file under the key. If the folder can't be written, the next load races again."""
     merged = read(folder, key) | verdicts
@@ -199,3 +215,15 @@ def write(folder: Path, key: dict[str, Any], verdicts: Verdicts) -> None:
 def sorted_items(verdicts: Verdicts) -> list[tuple[tuple[AnyShape, int], Verdict]]:
     """By kind, shape and rows."""
     return sorted(verdicts.items(), key=lambda item: (type(item[0][0]).__name__, item[0]))
+
+
+def is_packed_cache(shape: AnyShape) -> bool:
+    """Whether costs don't depend on it: they are measured with caches as they are."""
+    return isinstance(shape, AttentionShape) and shape.bits > 0
+
+
+def in_words(verdict: Verdict) -> str:
+    if not verdict.seconds:
+        return f"{name(verdict.product)} ({verdict.why})"
+    ms, stock = 1e3 * verdict.seconds, 1e3 * verdict.stock
+    return f"{name(verdict.product)} {ms:.3g} ms (stock {stock:.3g})"

@@ -33,22 +33,29 @@ class Values(NamedTuple):
     tokens: list[float]  # seconds that each token saves: as many as can be offered
 
 
-class Copying:
-    """Chances of copies, and whether to draft where there is one."""
+class CopyOutcomes:
+    """Chances of copies, by what became of earlier ones."""
 
-    def __init__(self, forecast: Forecast) -> None:
-        self.forecast, self.costs = forecast, forecast.costs
+    def __init__(self) -> None:
         self.chances = CopyChances()
         # Copies are offered where they look best, so on average they disappoint: learnt from those
         # offered.
         self.offered = Chances(uncalibrated(COPIED))
-        self.contest: Copy | None = None  # worth more than the usual round; now a draft is made
-        self.missed = self.rounds = 0.0  # seconds that drafts gained in such contests, fading
-        self.skipped = 0  # drafts left out in a row
 
     def of(self, copy: Copy) -> list[float]:
         """Chance of each token of a copy, given that those before it are accepted."""
         return self.offered.of([log_odds(p) for p in self.chances.of(copy)])
+
+
+class Copying(CopyOutcomes):
+    """Whether to draft where there is a copy, and what to offer."""
+
+    def __init__(self, forecast: Forecast) -> None:
+        super().__init__()
+        self.forecast, self.costs = forecast, forecast.costs
+        self.contest: Copy | None = None  # worth more than the usual round; now a draft is made
+        self.missed = self.rounds = 0.0  # seconds that drafts gained in such contests, fading
+        self.skipped = 0  # drafts left out in a row
 
     def pays(self, copy: Copy, depth: int, parked: bool, running: int) -> bool:
         """Whether a round with the copy and nothing drafted is worth more than what else is done.

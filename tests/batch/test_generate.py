@@ -101,21 +101,23 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("length", [0, 3, "auto"])
-@pytest.mark.parametrize("law", SAMPLING)
+@pytest.mark.parametrize("sampling", SAMPLING)
 def test_seeded_texts_are_those_of_each_alone(
-    model: nn.Module, tokenizer: TokenizerWrapper, law: str, length: int | str
+    model: nn.Module, tokenizer: TokenizerWrapper, sampling: str, length: int | str
 ) -> None:
     """Each has a random state of its own, which the others don't touch."""
     plain = []
     for seed, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
         mx.random.seed(seed)
-        plain.append(plain_steps(model, tokenizer, prompt, max_tokens=limit, **SAMPLING[law]))
+        plain.append(plain_steps(model, tokenizer, prompt, max_tokens=limit, **SAMPLING[sampling]))
     drafter = scripted_texts(model, whole(PROMPTS, plain))
     prepare(drafter, profile=False)
     mx.random.seed(77)
     before = mx.array(mx.random.state[0])
     seeds = list(range(len(PROMPTS)))
-    ours = together(model, tokenizer, drafter, seeds=seeds, verify_length=length, **SAMPLING[law])
+    ours = together(
+        model, tokenizer, drafter, seeds=seeds, verify_length=length, **SAMPLING[sampling]
+    )
     assert same(ours, plain) == [True] * len(PROMPTS)
     assert mx.array_equal(before, mx.random.state[0])
 

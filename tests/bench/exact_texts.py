@@ -46,6 +46,7 @@ ROUNDED = {"kimi_linear", "nemotron_h", "falcon_h1", "granitemoehybrid", "mamba2
 SHIPPED = "the pair that ships"
 FOUR_BITS = [f"{name}, 4 bits" for name in ("qwen3", "qwen3_moe", "qwen3_5", "lfm2")]
 FAMILIES = [*(n for n in families.FAMILIES if n not in ROUNDED), *FOUR_BITS, SHIPPED]
+GROUP = 32  # numbers that share a scale in quantised caches
 QUANTISABLE = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 GREEDY = ("greedy", "greedy, processors")
 SAMPLING = [*GREEDY, *SAMPLERS, "seeded, processors", "mlx-lm's sampler"]
@@ -235,7 +236,7 @@ def limited(turn: Turn) -> Compare:
 def quantised(turn: Turn) -> Compare:
     rng = turn.rng
     start = rng.choice((0, rng.randint(1, TOKENS)))
-    return alone(turn, kv_bits=rng.choice((4, 8)), kv_group_size=32, quantized_kv_start=start)
+    return alone(turn, kv_bits=rng.choice((4, 8)), kv_group_size=GROUP, quantized_kv_start=start)
 
 
 def continued(turn: Turn) -> Compare:
@@ -327,8 +328,15 @@ def possible(family: str, caches: str) -> bool:
     if caches == "limited":
         return not hasattr(model, "make_cache")
     if caches == "quantised":
-        return KVCache in kinds and kinds <= {KVCache, ArraysCache}
+        return KVCache in kinds and kinds <= {KVCache, ArraysCache} and quantisable(model, own)
     return caches != "a batch's" or refusal(model, own) is None
+
+
+def quantisable(model: nn.Module, own: list[Any]) -> bool:
+    """Whether MLX can quantise what the caches hold: not if heads are narrower than a group."""
+    model(mx.array([[1]]), cache=own)
+    held = [x for c in leaves(own) if type(c) is KVCache for x in (c.keys, c.values)]
+    return not any(x.shape[-1] % GROUP for x in held if x is not None)
 
 
 def drafters(family: str) -> list[str]:

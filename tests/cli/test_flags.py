@@ -8,7 +8,6 @@ from typing import Any, get_args, get_type_hints
 
 import mlx_lm
 import pytest
-import typer
 from mlx_lm.chat import setup_arg_parser as chat_parser
 from mlx_lm.convert import configure_parser
 from mlx_lm.generate import generate_step, setup_arg_parser, speculative_generate_step
@@ -16,7 +15,7 @@ from typer.core import TyperOption
 from typer.testing import CliRunner
 
 import dspine_mlx
-from dspine_mlx.cli import app
+from dspine_mlx.cli import app, command_named
 from dspine_mlx.cli.chat import chat
 from dspine_mlx.cli.convert import convert
 from dspine_mlx.cli.generate import generate
@@ -38,8 +37,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 
 def options(command: str) -> dict[str, TyperOption]:
     """Our options by flag."""
-    group: Any = typer.main.get_command(app)
-    found = [p for p in group.commands[command].params if isinstance(p, TyperOption)]
+    found = [p for p in command_named(command).params if isinstance(p, TyperOption)]
     return {flag: option for option in found for flag in option.opts}
 
 

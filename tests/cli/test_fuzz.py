@@ -4,12 +4,11 @@ MLX does. A failing example is printed with the blob that brings it back."""
 from collections.abc import Callable
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dspine_mlx.cli import app
+from dspine_mlx.cli import app, command_named
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load
 
@@ -77,10 +76,9 @@ def test_numbers_are_read_before_the_work(command: Callable[[int], list[str]], n
 
 
 def test_flags_of_generate_that_take_numbers_are_all_tried() -> None:
-    group = typer.main.get_command(app)
     numeric = {
         max(p.opts, key=len)
-        for p in group.commands["generate"].params  # type: ignore[attr-defined]
+        for p in command_named("generate").params
         if type(p.default) in (int, float) and not p.is_flag
     }
     assert numeric - {"--max-tokens"} <= FLAGS.keys()

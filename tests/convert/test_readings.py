@@ -1,4 +1,4 @@
-"""A probe tells a checkpoint's readings apart, and keeps the one that serves the pair."""
+"""A probe compares a checkpoint's possible readings, and keeps the best for the pair."""
 
 import json
 from pathlib import Path
@@ -37,8 +37,8 @@ def test_a_table_is_kept_where_it_costs_no_tokens(
     tokenizer: TokenizerWrapper,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a head that brings in what the backbone ranks low the walk is chosen, whatever the speeds;
-    of one that never does, the faster of the two."""
+    """The walk is chosen for a head that proposes tokens the backbone ranks low, whatever the
+    speeds; for other heads, the faster of the two."""
     model = bigram_target(2048, spread=4.0, frequency=2.0)
     drafter = knowing_dspark(model, 0.2)
     if not knows:

@@ -13,6 +13,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
@@ -65,6 +66,12 @@ def sources() -> Iterator[tuple[str, str]]:
     paths = {path.resolve() for folder in SOURCES for path in (ROOT / folder).rglob("*.py")}
     for path in sorted(paths):
         yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def files_of_tests() -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path != Path(__file__):
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -125,18 +132,22 @@ def names(source: str) -> Iterator[tuple[int, str]]:
 # ---- what is found
 
 
-def in_sources(find: Callable[[str], Iterator[tuple[int, str]]]) -> Iterator[Piece]:
-    for path, source in sources():
+def found_in(
+    files: Iterator[tuple[str, str]], find: Callable[[str], Iterator[tuple[int, str]]]
+) -> Iterator[Piece]:
+    for path, source in files:
         for line, text in find(source):
             yield f"{path}:{line}", text
 
 
 AREAS: dict[str, tuple[Callable[[], Iterator[Piece]], re.Pattern[str]]] = {
     "docs": (pages, IN_PROSE),
-    "comments": (lambda: in_sources(comments), IN_PROSE),
-    "docstrings": (lambda: in_sources(docstrings), IN_PROSE),
-    "messages": (lambda: in_sources(messages), IN_PROSE),
-    "names": (lambda: in_sources(names), IN_NAMES),
+    "comments": (lambda: found_in(sources(), comments), IN_PROSE),
+    "docstrings": (lambda: found_in(sources(), docstrings), IN_PROSE),
+    "messages": (lambda: found_in(sources(), messages), IN_PROSE),
+    "names": (lambda: found_in(sources(), names), IN_NAMES),
+    "tests' comments": (lambda: found_in(files_of_tests(), comments), IN_PROSE),
+    "tests' docstrings": (lambda: found_in(files_of_tests(), docstrings), IN_PROSE),
 }
 CLEAN = [*AREAS]  # areas that must stay without these words
 

@@ -1,18 +1,32 @@
 """What ends a group: each case in bounded time, with one sentence and a status."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.support.families import build
-from tests.support.ranks import Ranks, run_ranks, save_target
+from tests.support.ranks import Ranks, run_ranks, save_target, taken, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 GENERATE = ["-m", "dspine_mlx.cli", "generate", "-p", "a b c", "--ignore-chat-template"]
 ENDLESS = ["-m", "4000", "--quiet"]
+OFTEN = """
+import sys
+from dspine_mlx.cli import main
+from dspine_mlx.group import channel
+
+class Often(channel.Heartbeat):
+    def __init__(self, beat, seconds):
+        super().__init__(lambda: (beat(), print("wait", file=sys.stderr, flush=True)), 0.05)
+
+channel.Heartbeat = Often
+sys.argv = {words}
+main()
+"""  # a rank 0 whose signs of life are frequent, and counted
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +38,7 @@ def running(target: str, folder: Path, patience: str = "100") -> Ranks:
     """A group in the middle of a long text."""
     arguments = [*GENERATE, "--model", target, "--patience", patience, *ENDLESS]
     ranks = Ranks([arguments] * 2, folder)
-    out = ranks.processes[0].stdout
-    assert out is not None
-    assert out.read(1)
+    assert ranks.out[0].read(1)
     return ranks
 
 
@@ -61,27 +73,54 @@ def test_an_interrupt_ends_all(target: str, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
     lead, other = ranks.end(60)
     assert lead.status != 0
-    assert other.out == ""
-    assert (other.status, len(other.said)) in ((0, 0), (1, 1))  # 1: as a lost rank ends it
+    assert (other.status, other.said, other.out) == (0, [], "")
 
 
 def test_a_reader_that_leaves_ends_all(target: str, tmp_path: Path) -> None:
     ranks = running(target, tmp_path)
-    out = ranks.processes[0].stdout
-    assert out is not None
-    out.close()
-    ranks.processes[0].stdout = None
+    ranks.out[0].close()
     lead, other = ranks.end(60)
     assert lead.status != 0
     assert (other.status, other.said) == (0, [])
 
 
-def test_a_rank_that_does_not_come(target: str, tmp_path: Path) -> None:
-    ranks = Ranks([[*GENERATE, "--model", target, "--patience", "3"], ["-c", "0"]], tmp_path)
-    lead, _ = ranks.end(60)
-    assert lead.status not in (0, None)
-    assert len(lead.said) == 1
-    assert "waited 3 seconds for the others of its group to start" in lead.said[0]
+def test_a_rank_that_comes_too_late(target: str, tmp_path: Path) -> None:
+    arguments = [*GENERATE, "--model", target, "--patience", "3"]
+    ranks = Ranks([arguments] * 2, tmp_path, late=1)
+    ranks.processes[0].wait(60)
+    ranks.start(1, arguments)
+    for one in ranks.end(60):
+        assert one.status not in (0, None)
+        assert len(one.said) == 1
+        assert "waited 3 seconds for the others of its group to start" in one.said[0]
+
+
+def test_a_rank_0_that_is_stopped_between_texts(tmp_path: Path) -> None:
+    """Followers wait for as long as a person types, and not for a machine that does nothing."""
+    typed = tmp_path / "typed"
+    os.mkfifo(typed)
+    keyboard = os.open(typed, os.O_RDWR)
+    words = ["dspine-mlx", "chat", "-m", "4", "--verify-length", "3", "--patience", "6"]
+    follower = ["-m", "dspine_mlx.cli", *words[1:]]
+    ranks = Ranks([["-c", OFTEN.format(words=words)], follower], tmp_path, typed)
+    for turn in (1, 2):
+        os.write(keyboard, b"And 2 boxes?\n")
+        assert ranks.out[0].readline()
+        wait_until(lambda turn=turn: beats(ranks) >= 3 * turn)  # type: ignore[misc]
+    ranks.processes[0].send_signal(signal.SIGSTOP)
+    try:
+        status = ranks.processes[1].wait(60)
+    finally:
+        ranks.processes[0].kill()
+        os.close(keyboard)
+    _, other = ranks.end(60)
+    assert status == 1
+    assert len(other.said) == 1
+    assert "has waited 6 seconds for another rank" in other.said[0]
+
+
+def beats(ranks: Ranks) -> int:
+    return ranks.err(0).read_text().count("wait")
 
 
 def test_other_weights_on_one_rank(target: str, tmp_path: Path) -> None:
@@ -110,9 +149,13 @@ def test_refusals_are_rank_0s_alone(target: str, tmp_path: Path) -> None:
 
 
 def test_one_text_in_json(tmp_path: Path) -> None:
-    """The pair that ships, drafted for by two processes; only rank 0 prints."""
+    """The pair that ships, drafted for by two processes, of which one comes late; only rank 0
+    prints."""
     arguments = [*GENERATE, "-m", "16", "--json", "--verify-length", "7"]
-    lead, follower = run_ranks(2, arguments, tmp_path)
+    ranks = Ranks([arguments] * 2, tmp_path, late=1)
+    wait_until(lambda: taken(ranks.ports[0]))  # rank 0 waits for the other
+    ranks.start(1, arguments)
+    lead, follower = ranks.end()
     (alone,) = run_ranks(1, arguments, tmp_path)
     two, one = json.loads(lead.out), json.loads(alone.out)
     assert (two["ranks"], one["ranks"]) == (2, 1)

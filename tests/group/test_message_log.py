@@ -16,6 +16,7 @@ from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.target.prompt_cache import PromptCaches
+from tests.support.drafters import EVERY
 from tests.support.families import build, drafter_config
 from tests.support.message_log import Recorded, lead, replay
 from tests.support.tiny import SCRIPTS, Scripted, plain_steps, random_prompt
@@ -68,6 +69,36 @@ def test_a_follower_has_the_same_caches(
     more = sum(more for *_, more in channel.heads)
     assert more == (TOKENS - 1 if length == 0 else 0)
     assert len(channel.heads) < 3 + TOKENS or length == 0
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_drafters_of_every_kind(kind: str, tokenizer: TokenizerWrapper) -> None:
+    """With a seed and a processor, in a vocabulary so small that random weights are right at
+    times."""
+    model = build("qwen3_5", vocab_size=16)
+    prompt = [4 + token % 12 for token in PROMPT]
+    options: dict[str, Any] = {
+        "max_tokens": TOKENS,
+        "logits_processors": [lambda tokens, logits: logits - 1e9 * (mx.arange(16) == tokens[-1])],
+        "sampler": Sampler(temp=0.8, seeded=True),
+    }
+    mx.random.seed(5)
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, **options)]
+    target, channel = lead(model)
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": 16}
+    drafter = EVERY[kind](model, **sizes).network.bind(target)
+    cache = make_prompt_cache(model)
+    mx.random.seed(5)
+    responses = stream_generate(
+        model, tokenizer, prompt, drafter, prompt_cache=cache, verify_length=5, **options
+    )
+    assert [r.token for r in responses] == plain
+
+    own = make_prompt_cache(model)
+    followed, replayed = replay(build("qwen3_5", vocab_size=16), channel, own)
+    assert not replayed.left
+    assert followed.tokens == prompt + plain
+    assert same_states(own, cache[: len(own)])
 
 
 @pytest.mark.parametrize("length", [0, 4])

@@ -96,15 +96,37 @@ def test_a_request_that_fails_is_nobody_elses_end(served: Served) -> None:
     assert served.text()[0] == before
 
 
-def test_sampled_batches_after_texts_of_rank_0(served: Served) -> None:
-    """All ranks draw alike in a batch, whatever rank 0 has drawn alone before."""
-    served.text(temperature=0.9)
-    replies: list[str] = []
-    hot = {"temperature": 1.0, "verify_length": 0}
-    threads = [Thread(target=lambda: replies.append(served.text(**hot)[0])) for _ in range(3)]
+def test_requests_at_once_are_answered_as_alone(served: Served) -> None:
+    """Those that come while one is decoded are decoded plainly together, seeded ones in turn."""
+    questions = [QUESTION.replace("4", n) for n in ("2", "3", "5")]
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": q}]} for q in questions
+    ]
+    bodies += [SEEDED, SEEDED | {"seed": 6}]
+    alone = [served.text(**body)[0] for body in bodies]
+    together = at_once(served, bodies)
+    assert [text for text, _ in together] == alone
+    assert {figures["path"] for _, figures in together[:2]} == {"speculative"}
+    assert "batched" in {figures["path"] for _, figures in together}
+
+
+def at_once(served: Served, bodies: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    replies: dict[int, tuple[str, dict[str, Any]]] = {}
+
+    def ask(i: int) -> None:
+        replies[i] = served.text(**bodies[i])
+
+    threads = [Thread(target=ask, args=(i,)) for i in range(len(bodies))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert len(replies) == 3
+    return [replies[i] for i in range(len(bodies))]
+
+
+def test_sampled_batches_after_texts_of_rank_0(served: Served) -> None:
+    """All ranks draw alike in a batch, whatever rank 0 has drawn alone before."""
+    served.text(temperature=0.9)
+    hot = {"temperature": 1.0, "verify_length": 0}
+    assert len(at_once(served, [hot] * 3)) == 3
     assert served.healthy

@@ -91,6 +91,27 @@ def test_what_ranks_must_have_in_common(tmp_path: Path) -> None:
         check_alike(Others(json.dumps(own), json.dumps(older)), own, "the model")
 
 
+def test_words_of_any_length() -> None:
+    words = ["", "é" * 1000, '{"a": 1}']
+    for word in words:
+        assert Others().gather_whole(word) == [word]
+    sums = [mx.array([0, 2000, 8]), mx.array(list("".join(words).encode()), mx.uint8)]
+
+    class Heard(Others):
+        """The second of three ranks, which hears what all have said."""
+
+        def sum(self, values: mx.array) -> mx.array:
+            heard = sums.pop(0)
+            own = slice(1, 2) if values.size == 3 else slice(0, 2000)
+            assert values[own].tolist() == heard[own].tolist()
+            assert values.sum().item() == heard[own].sum().item()
+            return heard
+
+    channel = Heard()
+    channel.rank, channel.size = 1, 3
+    assert channel.gather_whole(words[1]) == words
+
+
 def test_all_ranks_hear_of_one_ranks_problem() -> None:
     with pytest.raises(InputError, match=r"^rank 1: no such folder$"):
         Others("no such folder").agree("")

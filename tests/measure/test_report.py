@@ -1,4 +1,4 @@
-"""A report can be shown to anyone: what it holds, and that it holds nothing else."""
+"""A report is safe to publish: what it contains, and that it contains nothing else."""
 
 import getpass
 import json

@@ -23,6 +23,8 @@ from tests.support import mlx_attention
 from tests.support.attention import attended, queries, softmax_attention, window_mask
 from tests.support.metal_device import emulator, needs_emulator, needs_metal, normal, wide
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     "grouped": {"dtype": mx.bfloat16},
     "one key head": {"dtype": mx.float16, "heads": 6, "H": 1, "L": 5, "S": 131,

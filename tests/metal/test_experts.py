@@ -21,6 +21,8 @@ from tests.support.metal_device import emulator, launch, needs_emulator, normal,
 from tests.support.mlx_one_row import is_fast, one_row
 from tests.support.rows import matrix, product
 
+pytestmark = pytest.mark.slow
+
 PACKINGS = [
     (4, 64, mx.bfloat16, "affine"), (8, 32, mx.float32, "affine"), (6, 64, mx.float16, "affine"),
     (4, 32, mx.bfloat16, "mxfp4"), (8, 32, mx.float32, "mxfp8"), (4, 16, mx.float16, "nvfp4"),

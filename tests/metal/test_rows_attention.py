@@ -33,6 +33,8 @@ from tests.support.metal_device import (
 )
 from tests.support.rows import rounding
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     "grouped": {"dtype": mx.bfloat16, "heads": 8, "H": 2, "L": 5, "S": 77, "parts": 3},
     "4 bits": {"dtype": mx.float16, "B": 2, "H": 1, "L": 8, "S": 130, "sizes": (128, 128),
@@ -50,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "32 rows": {"dtype": mx.bfloat16, "heads": 8, "H": 2, "L": 32, "S": 90, "sizes": (40, 24),
                 "parts": 2},
 }  # fmt: skip
+SMALL = (16, 16)  # the compiler unrolls the heads: wider ones take it seconds
 
 
 def case(dtype: mx.Dtype = mx.float32, B: int = 1, heads: int = 4, H: int = 2, L: int = 4,
@@ -133,7 +136,7 @@ def test_the_masks_of_mlx_lms_windows() -> None:
 def test_masks_of_several_texts() -> None:
     """One for each text, and rows that see nothing: zeros, whatever lies in the cache."""
     mx.random.seed(4)
-    q, context, cut = case(B=2, L=3, S=50)
+    q, context, cut = case(B=2, L=3, S=50, sizes=SMALL)
     first = mx.array([7, 50])[:, None, None, None]  # the second text's keys are all padding
     mask = (mx.arange(50) >= first) & window_mask(3, 50, 50)
     context = context._replace(mask=mask)
@@ -146,7 +149,7 @@ def test_masks_of_several_texts() -> None:
 @pytest.mark.parametrize(("L", "blocks"), [(2, 1), (16, 1), (17, 2), (32, 2)])
 def test_keys_are_read_once_per_64_rows(L: int, blocks: int) -> None:
     """Of the heads that share them, together."""
-    q, context, cut = case(mx.float16, heads=8, H=2, L=L, S=96)
+    q, context, cut = case(mx.float16, heads=8, H=2, L=L, S=96, sizes=SMALL)
     launch(q, context, cut)
     for name, array in (("keys", context.keys), ("values", context.values)):
         traffic = emulator(ROWS_ATTENTION).traffic[name]
@@ -197,7 +200,7 @@ def spoiled(found: str, replacement: str) -> Emulator:
 @needs_emulator
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault: str) -> None:
-    q, context, cut = case(L=3, S=90)
+    q, context, cut = case(L=3, S=90, sizes=SMALL)
     out = launch(q, context, cut, check=False, first=spoiled(*FAULTS[fault]))
     with pytest.raises(AssertionError):
         assert_exact(out, q, context)
@@ -207,7 +210,7 @@ def test_a_planted_fault_shows(fault: str) -> None:
 @pytest.mark.parametrize("fault", REPORTED)
 def test_the_checker_reports(fault: str) -> None:
     found, replacement, report = REPORTED[fault]
-    q, context, cut = case(L=3, S=90)
+    q, context, cut = case(L=3, S=90, sizes=SMALL)
     with pytest.raises(KernelError, match=report):
         launch(mx.contiguous(q), context, cut, first=spoiled(found, replacement))
 

@@ -27,6 +27,8 @@ from tests.support.metal_device import (
 )
 from tests.support.rows import matrix, product, rounding
 
+pytestmark = pytest.mark.slow
+
 AFFINE = [(bits, group, "affine") for bits in (3, 4, 5, 6, 8) for group in (32, 64, 128)]
 OTHERS = [(0, 0, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")]
 PACKINGS = [*AFFINE, *OTHERS]

@@ -1,4 +1,4 @@
-"""A race without a GPU: plain MLX stands in for kernels, and a clock says what the test wants."""
+"""A race without a GPU: plain MLX stands in for kernels, and the clock is fake."""
 
 from collections.abc import Callable
 from typing import Any

@@ -3,18 +3,18 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dspine_mlx.load import DEMO
+from tests.support.forked import Forked
 
 DEADLINE = 240.0  # seconds, for processes that share two cores with others
 
@@ -43,31 +43,52 @@ def free_ports(n: int) -> list[int]:
     return ports
 
 
-class Ranks:
-    """n processes with the same arguments, or each with its own, that make a group."""
+def taken(port: int) -> bool:
+    """Whether a process listens there."""
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
-    def __init__(self, arguments: Sequence[Sequence[str]], folder: Path, typed: Path | None = None):
-        self.typed = typed  # rank 0's standard input
+
+class Ranks:
+    """n processes with the same arguments, or each with its own, that make a group.
+
+    typed: rank 0's standard input. late: ranks, the last ones, that the test starts itself.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[Sequence[str]],
+        folder: Path,
+        typed: Path | None = None,
+        late: int = 0,
+    ):
+        self.typed = typed
         self.folder, hosts = folder, folder / "hosts.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(arguments))]))
-        self.env = os.environ | {
-            "MLX_DISABLE_COMPILE": "1",
-            "HOME": str(folder),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
+        self.ports = free_ports(len(arguments))
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in self.ports]))
+        self.env = {"HOME": str(folder)}
         if len(arguments) > 1:
             self.env["MLX_HOSTFILE"] = str(hosts)
-        self.processes = [self.start(rank, own) for rank, own in enumerate(arguments)]
+        self.processes: list[Forked] = []
+        self.out: list[TextIO] = []
+        for rank, own in enumerate(arguments[: len(arguments) - late]):
+            self.start(rank, own)
 
-    def start(self, rank: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            env=self.env | ({"MLX_RANK": str(rank)} if "MLX_HOSTFILE" in self.env else {}),
-            stdin=subprocess.DEVNULL if rank or self.typed is None else self.typed.open(),
-            stdout=subprocess.PIPE,
-            stderr=self.err(rank).open("w"),  # a file is never full
-            text=True,
-        )
+    def start(self, rank: int, arguments: Sequence[str]) -> None:
+        """Start the next rank, with a pipe as its standard output."""
+        own = {"MLX_RANK": str(rank)} if "MLX_HOSTFILE" in self.env else {}
+        pipe = self.folder / f"out-{rank}"
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        self.err(rank).write_text("")
+        typed = Path(os.devnull) if rank or self.typed is None else self.typed
+        process = Forked(arguments, self.env | own, (typed, pipe, self.err(rank)))
+        self.processes.append(process)
+        self.out.append(pipe.open())
 
     def err(self, rank: int) -> Path:
         return self.folder / f"err-{rank}"
@@ -76,13 +97,13 @@ class Ranks:
         """Wait for all; whoever has not ended by then is killed, and the test fails."""
         deadline = time.monotonic() + seconds
         try:
-            out = [p.communicate(timeout=deadline - time.monotonic())[0] for p in self.processes]
+            status = [p.wait(deadline - time.monotonic()) for p in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
         return [
-            Ended(process.returncode, out[rank] or "", self.err(rank).read_text())
-            for rank, process in enumerate(self.processes)
+            Ended(status[rank], "" if out.closed else out.read(), self.err(rank).read_text())
+            for rank, out in enumerate(self.out)
         ]
 
 
@@ -97,10 +118,11 @@ def wait_until(holds: Callable[[], bool], seconds: float = DEADLINE) -> None:
         time.sleep(0.05)
 
 
-def save_target(model: nn.Module, folder: Path, parts: int = 0) -> Path:
-    """A model's folder, with the shipped tokenizer. parts: in so many files, with their index."""
+def save_target(model: nn.Module, folder: Path, parts: int = 0, **config: Any) -> Path:
+    """A model's folder, with the shipped tokenizer. parts: in so many files, with their index.
+    config: more of its entries."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(vars(model.args)))
+    (folder / "config.json").write_text(json.dumps(vars(model.args) | config))
     weights = sorted(tree_flatten(model.parameters()))
     if parts:
         index: dict[str, str] = {}

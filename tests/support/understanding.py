@@ -17,7 +17,7 @@ import typer
 from mlx_lm import server as host
 from packaging.requirements import Requirement
 
-from dspine_mlx.cli import app
+from dspine_mlx.cli import OneModule, app, command_named
 from dspine_mlx.server import app as server_app
 from dspine_mlx.server import main as serve
 
@@ -41,7 +41,8 @@ def subcommands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, command
         return
     for part, sub in command.commands.items():
-        yield from subcommands(sub, f"{name} {part}".strip())
+        whole = command_named(part) if isinstance(command, OneModule) else sub
+        yield from subcommands(whole, f"{name} {part}".strip())
 
 
 def understood(arguments: list[str], program: typer.Typer = app) -> Call:

@@ -37,7 +37,7 @@ def test_the_wheels_own_backend_is_equal(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
 def test_a_full_window_adds_in_another_order(family: str) -> None:
-    """One row is written over the oldest; several are put behind it, in the order of time."""
+    """One row is written over the oldest; several are appended, oldest first."""
     target = Target(build(family, 4))
     found = unequal_widths(target, WIDTHS, depths=(2 * WINDOW,))
     assert found == dict.fromkeys(WIDTHS, f"logits differ after {2 * WINDOW} positions")

@@ -1,4 +1,4 @@
-"""The swap: which layers multiply by what, in verifying forwards and nowhere else."""
+"""Swapped layers: which products they use, in verify forwards and nowhere else."""
 
 import math
 from contextlib import ExitStack
@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -16,9 +17,10 @@ from dspine_mlx.target import equal_rows, row_kernels
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK
 from dspine_mlx.target.race import Machine, Verdict
+from dspine_mlx.target.ranks import Alone
 from dspine_mlx.target.rollback import Rollback
 from dspine_mlx.target.row_kernels import RowKernels, linear_layers, prepare
-from dspine_mlx.target.verdicts import Shape
+from dspine_mlx.target.verdicts import Shape, to_json
 from tests.support.families import FAMILIES, build
 from tests.support.metal_device import without_metal
 from tests.support.racing import CPU, M2, M5, Track
@@ -182,6 +184,50 @@ def test_a_bias_is_added(track: Track) -> None:
         assert mx.allclose(layer(x), plain, atol=1e-4).item()
 
 
+class OtherRank(Alone):
+    """The second of two ranks, where rank 0 has found these verdicts."""
+
+    size, key = 2, {"ranks": "2"}
+
+    def __init__(self, found: str):
+        self.found = found
+
+    def gathered(self, word: str) -> list[str]:
+        return [self.found, word]
+
+
+def test_a_rank_has_rank_0s_verdicts(target: Target, track: Track, tmp_path: Path) -> None:
+    alone = RowKernels(target, track.race(), tmp_path)
+    alone.settle([4, 8], seconds=1e9)
+    (shape, rows), own = next(item for item in alone.verdicts.items() if item[0][1] == 4)
+    theirs = Verdict(Tile(1, 2), "rank 0's")
+    elsewhere = Shape(7, 7, 0, 0, "affine", "float32")
+    target.ranks = OtherRank(to_json({(shape, rows): theirs, (elsewhere, rows): theirs}))
+    kernels = RowKernels(target, track.race(), tmp_path)
+    assert not kernels.verdicts  # those of one machine are kept under another key
+    kernels.settle([4, 8], seconds=1e9)
+    assert own.product != theirs.product
+    assert kernels.verdicts[shape, rows] == theirs
+    assert kernels.verdicts.keys() == alone.verdicts.keys()
+
+
+@pytest.mark.parametrize("bits", [None, 4], ids=["dense", "4-bit"])
+@pytest.mark.parametrize("way", ["all-to-sharded", "sharded-to-all"])
+def test_layers_split_by_tensors(track: Track, bits: int | None, way: str) -> None:
+    target = Target(build("qwen2", bits))
+    attention = target.layers[0].self_attn
+    attention.q_proj = shard_linear(attention.q_proj, way, group=mx.distributed.init())
+    layer, x = attention.q_proj, mx.random.normal((1, WIDTH, 64))
+    assert "bias" in layer
+    assert any(one is layer for one in linear_layers(target))
+    plain, kernels = layer(x), settled(target, track)
+    before = track.tile.calls
+    with kernels.verifying(WIDTH):
+        found = layer(x)
+    assert mx.allclose(found, plain, atol=1e-4).item()
+    assert track.tile.calls > before
+
+
 @pytest.mark.parametrize("bits", [None, 4], ids=["dense", "4-bit"])
 def test_an_exact_target_has_the_bits_of_rows_one_by_one(track: Track, bits: int | None) -> None:
     """Where stock has other bits, whatever is raced and whatever is not."""
@@ -232,7 +278,7 @@ def test_what_the_digest_depends_on(target: Target, track: Track) -> None:
     assert len(digests) == 4
     assert "" not in digests
     kernels.verdicts[shape, rows] = Verdict(Tile(1, 4), "another", 3.0, 4.0)
-    assert kernels.digest in digests  # times are no matter
+    assert kernels.digest in digests  # times don't matter
 
 
 def test_the_report_is_json_and_the_explanation_english(target: Target, track: Track) -> None:

@@ -1,5 +1,4 @@
-"""Losses of DFlash2 and Domino against float64 NumPy, and their way from a DFlash to published
-folders."""
+"""Losses of DFlash2 and Domino against float64 NumPy, and training from a DFlash to a folder."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cost curves: interpolation, what real steps teach, the cache and its accidents."""
+"""Cost curves: interpolation, learning from real steps, and the file, damaged or not."""
 
 import json
 import logging
@@ -72,7 +72,7 @@ def test_a_single_pause_changes_little() -> None:
 
 @pytest.mark.parametrize("factor", [0.1, 0.2, 5.0, 10.0])
 def test_a_curve_that_is_far_off_is_seen_at_once(factor: float) -> None:
-    """A shorter time is believed at once, a longer one if it comes twice."""
+    """A shorter time counts at once, a longer one when it comes twice."""
     taught = Costs(curve())
     for _ in range(1 if factor < 1 else 2):
         taught.observe_plain(factor * curve().at(100)[0], 100)

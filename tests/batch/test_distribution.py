@@ -53,6 +53,14 @@ class Narrow(FixedLength):
         return 1 + int(sum(text.anchor.item() for text in texts)) % 3
 
 
+class InTurn(FixedLength):
+    """It drafts for some of the texts, by what they were; the others get a token each."""
+
+    def drafted(self, texts: list[BatchText], depth: int) -> list[bool]:
+        at = sum(text.newest for text in texts)
+        return [(at + i) % 3 > 0 for i in range(len(texts))]
+
+
 class Biased(FixedLength):
     """It looks at what was drawn: a draft is offered if its second token is the likeliest one."""
 
@@ -200,7 +208,7 @@ def test_copies_leave_the_targets_distribution(
     assert policy.offered > policy.rounds / 4
 
 
-@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "fixed"])
+@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "in turn", "fixed"])
 def test_texts_follow_the_targets_distribution(
     small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper, rule: str
 ) -> None:
@@ -209,6 +217,7 @@ def test_texts_follow_the_targets_distribution(
         "scheduled": Scheduled(schedule_of(drafter), drafter.config.num_proposals),
         "coupled": Coupled(2, needs_evidence=True),
         "narrow": Narrow(2),
+        "in turn": InTurn(2),
         "fixed": FixedLength(1),
     }
     mx.random.seed(9)

@@ -153,7 +153,7 @@ class Scheduled:
     def copies_pay(
         self, texts: list[BatchText], depth: int, more: float, drafts: bool, running: int = 0
     ) -> bool:
-        """Whether copies gain over a drafted round, or else over plain decoding, if each text has so
+        """Whether copies gain over a drafted round, or else over plain steps, if each text has so
         much more credit."""
         steps = self.costs.steps(len(texts), depth)
         value = self.planned(texts, depth).seconds_per_token if drafts else steps.plain / len(texts)

@@ -68,7 +68,7 @@ def sources() -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
-def tests() -> Iterator[tuple[str, str]]:
+def files_of_tests() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if path != Path(__file__):
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
@@ -129,8 +129,8 @@ AREAS: dict[str, tuple[Callable[[], Iterator[Piece]], re.Pattern[str]]] = {
     "docstrings": (lambda: found_in(sources(), docstrings), IN_PROSE),
     "messages": (lambda: found_in(sources(), messages), IN_PROSE),
     "names": (lambda: found_in(sources(), names), IN_NAMES),
-    "tests' comments": (lambda: found_in(tests(), comments), IN_PROSE),
-    "tests' docstrings": (lambda: found_in(tests(), docstrings), IN_PROSE),
+    "tests' comments": (lambda: found_in(files_of_tests(), comments), IN_PROSE),
+    "tests' docstrings": (lambda: found_in(files_of_tests(), docstrings), IN_PROSE),
 }
 CLEAN = [*AREAS]  # areas that must stay without these words
 

@@ -231,7 +231,9 @@ class Provider(host.ModelProvider):
         if path not in self.drafters:
             try:
                 target = self.model if self.part is None else self.part
-                drafter = load_drafter(path, target, kernels=self.options.kernels)
+                drafter = load_drafter(
+                    path, target, kernels=self.options.kernels, told=logging.info
+                )
                 auto = self.options.verify_length == "auto"
                 prepare(drafter, profile=self.options.profile and auto)
                 if self.part is None and why_alone(drafter) is None:

@@ -6,9 +6,10 @@ comes from tokens that the text has, never from drawn ones.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,8 +31,9 @@ class Copies:
 
     def __init__(self, most: int):
         self.most, self.copying = most, CopyOutcomes()
-        self.found: dict[BatchText, Copy] = {}
-        self.offered: dict[BatchText, list[float]] = {}  # with the chances of its tokens
+        self.found: MutableMapping[BatchText, Copy] = WeakKeyDictionary()
+        # with the chances of its tokens
+        self.offered: MutableMapping[BatchText, list[float]] = WeakKeyDictionary()
 
     def join(self, text: BatchText) -> None:
         """Texts learn together how often copies are right. One with a length of its own is not

@@ -1,6 +1,7 @@
 """Texts of two processes: plain decoding's in the same group, and one process's in float32."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx

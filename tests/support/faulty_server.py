@@ -60,5 +60,5 @@ breaking = patch.object(Batch, "feed", out_of_memory)
 
 if __name__ == "__main__":
     mlx_lm.server._make_logits_processors = faulty
-    prompts.rendering = partial(prompts.rendering, 1.0)  # type: ignore[misc]
+    prompts.rendering = partial(prompts.rendering, 1.0)
     main(sys.argv[1:])

@@ -19,7 +19,7 @@ from dspine_mlx.batch.text import BatchText
 from dspine_mlx.cache_folder import cache_folder, reading
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.select import select
+from dspine_mlx.round.select import Draft
 from dspine_mlx.round.text import Text
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.schedule import MINUTE, Schedule
@@ -86,7 +86,7 @@ class Steps:
             for _ in text.prefill(prompt, PROMPT):
                 pass
             self.batch.join(BatchText(text, float("inf")))
-        self.drafts = [select(proposal) for proposal in self.batch.propose(None)]
+        self.drafts = self.drafted(None)
 
     def verify(self, width: int) -> None:
         _, logits = self.batch.verify(self.drafts, width - 1)
@@ -108,8 +108,10 @@ class Steps:
             group.target.lengths.replace(before)
 
     def draft(self, width: int) -> None:
-        drafts = [select(proposal) for proposal in self.batch.propose(width - 1)]
-        mx.eval([[draft.tokens, draft.evidence] for draft in drafts])
+        mx.eval([[draft.tokens, draft.evidence] for draft in self.drafted(width - 1)])
+
+    def drafted(self, slots: int | None) -> list[Draft]:
+        return self.batch.draft(slots, with_evidence=True)
 
     def take_back(self) -> None:
         for group in self.batch.groups:

@@ -20,6 +20,7 @@ from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.method import Layout, Method, Names, same
 from dspine_mlx.drafters.proposal import SlotwiseProposal
+from dspine_mlx.drafters.proposals import Proposals, flat
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
@@ -282,13 +283,17 @@ class DFlash(nn.Module):
         slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         """Propose for several texts with one run of the layers and one product with the head."""
         states = self.backbone(anchors[:, None], features, cache, target, slots)
-        logits = target.head(states.reshape(-1, states.shape[-1]))
-        logits = logits.reshape(*states.shape[:2], -1)
-        texts = zip(anchors, states, logits, strict=True)
-        return [self.proposal(*text, kernels) for text in texts]
+        logits = target.head(flat(states)).reshape(*states.shape[:2], -1)
+        return self.proposals(anchors, states, logits, kernels)
+
+    def proposals(
+        self, anchors: mx.array, states: mx.array, logits: mx.array, kernels: Kernels
+    ) -> Proposals:
+        """See `proposal`; of several texts, with a leading axis."""
+        return Proposals(self.slotwise(logits))
 
     def proposal(
         self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF

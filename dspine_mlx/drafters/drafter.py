@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.target.given_cache import Layout, layout
@@ -95,7 +96,7 @@ class Drafter:
         features: mx.array,
         cache: list[DraftRows],
         slots: int | None = None,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         """Propose M tokens after each text's anchor: one proposal per text, bit-equal to `propose`
         where the backend's rows are.
 

@@ -18,6 +18,7 @@ from dspine_mlx.drafters.dflash import LARGE, TENSORS, DFlash
 from dspine_mlx.drafters.markov_walk import MarkovProposal
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.drafters.top_k import rank, scale_scores
 from dspine_mlx.errors import InputError
@@ -200,6 +201,20 @@ class DSpark(DFlash):
                 self.markov_head, base, states, anchor, vocabulary, pool, self.confidence
             )
         return self.table(anchor, states, logits, kernels)
+
+    def proposals(
+        self, anchors: mx.array, states: mx.array, logits: mx.array, kernels: Kernels
+    ) -> Proposals:
+        """See `DFlash.proposals`. Each text has a pool or a table of its own."""
+        if "markov_head" not in self:
+            return Proposals(self.slotwise(logits, self.confidence_of_texts(states)))
+        texts = zip(anchors, states, logits, strict=True)
+        return Proposals([self.proposal(*text, kernels) for text in texts])
+
+    def confidence_of_texts(self, states: mx.array) -> mx.array | None:
+        """Chances [B, M] of the slots of several texts."""
+        known = [self.confidence(own) for own in states]
+        return mx.stack(known) if all(own is not None for own in known) else None
 
     def table(
         self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF

@@ -207,9 +207,9 @@ class DraftingBatch:
     def join(self, job: Job) -> None:
         job.call.path = "batched"
         if self.alone is not None and self.alone.job is job:
-            text, self.alone = self.alone.join(), None
+            text, self.alone = self.alone.join(self.options.lookup), None
         else:
-            text = job.among_others()
+            text = job.among_others(self.options.lookup)
         self.batch.join(text)
         self.policy.join(text, len(self.batch.texts), self.batch.depth)
 

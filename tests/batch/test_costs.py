@@ -61,7 +61,8 @@ def test_real_steps_correct_their_own_number_first_and_new_ones_too() -> None:
     costs = BatchCosts([curve_of(1), curve_of(16)])
     before = costs.steps(8, DEPTH)
     for _ in range(60):
-        costs.learn_round(8, 3, 4, 2 * before.draft[2], 1.5 * before.verify[3], DEPTH)
+        costs.learn_draft(8, 3, 2 * before.draft[2], DEPTH)
+        costs.learn_verify(8, 4, 1.5 * before.verify[3], DEPTH)
         costs.learn_plain(8, 1.5 * before.plain, DEPTH)
     after = costs.steps(8, DEPTH)
     assert after.draft[2] == pytest.approx(2 * before.draft[2], rel=0.1)
@@ -77,11 +78,11 @@ def test_real_steps_correct_their_own_number_first_and_new_ones_too() -> None:
 
 
 def test_widths_of_drafts_are_corrected_one_by_one() -> None:
-    costs = BatchCosts([curve_of(4)])
+    costs = BatchCosts([curve_of(1), curve_of(4)])
     before = costs.steps(4, DEPTH).draft
     for _ in range(80):
-        costs.learn_round(4, 1, 1, 0.8 * before[0], 1.5, DEPTH)
-        costs.learn_round(4, M, 1, 1.2 * before[-1], 1.5, DEPTH)
+        costs.learn_draft(4, 1, 0.8 * before[0], DEPTH)
+        costs.learn_draft(4, M, 1.2 * before[-1], DEPTH)
     after = costs.steps(4, DEPTH).draft
     assert after[0] == pytest.approx(0.8 * before[0], rel=0.1)
     assert after[-1] == pytest.approx(1.2 * before[-1], rel=0.1)

@@ -7,7 +7,9 @@ import mlx.nn as nn
 import pytest
 
 from dspine_mlx.batch.costs import BatchCurve
-from dspine_mlx.batch.scheduled import FLOOR, Scheduled
+from dspine_mlx.batch.prospects import FLOOR
+from dspine_mlx.batch.scheduled import Scheduled
+from dspine_mlx.batch.select import nothing
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.generate import make_caches
@@ -23,8 +25,8 @@ Right = Callable[[int, int], int]  # text, step -> how many of its drafted token
 
 
 class Machine:
-    """B texts: a forward takes 1 second and `row` for each row past the first, a draft `draft` and
-    `slot` for each token."""
+    """B texts: a forward takes 1 second and `row` for each row past the first, a draft `draft`,
+    `slot` for each token, and `each` for each text's."""
 
     def __init__(
         self,
@@ -33,25 +35,28 @@ class Machine:
         draft: float = 0.5,
         chance: float = 0.9,
         slot: float = 0.0,
+        each: float = 0.0,
     ):
         model = tiny_target()
         self.row, self.draft, self.slot, self.chance = row, draft, slot, chance
+        self.each = each
         drafter = tiny_dflash(model)
         self.policy = self.scheduled()
         self.texts = [member(model, drafter) for _ in range(B)]
         self.tokens = self.seconds = 0.0
         self.rounds = self.plain = 0
         self.widths: list[int] = []
+        self.drafted: list[list[bool]] = []
         self.of = [0] * B  # tokens of each text
         for n, text in enumerate(self.texts, 1):
             self.policy.join(text, n, DEPTH)
 
     def scheduled(self, shortens: bool = True) -> Scheduled:
         """The policy, which knows what steps cost."""
-        drafts = [self.draft + self.slot * n for n in range(1, M + 1)]
-        shares = tuple(seconds / drafts[-1] for seconds in drafts)
         curves = []
         for B in (1, 16):
+            drafts = [self.drafting(B, n) for n in range(1, M + 1)]
+            shares = tuple(seconds / drafts[-1] for seconds in drafts)
             rows = tuple(self.forward(B * width) for width in range(1, M + 2))
             seconds = (rows[0], rows[0]), (drafts[-1], drafts[-1]), (rows, rows)
             curves.append(BatchCurve(B, Curve((64, 2048), *seconds), shares))
@@ -60,12 +65,18 @@ class Machine:
     def forward(self, rows: int) -> float:
         return 1 + self.row * (rows - 1)
 
+    def drafting(self, texts: int, slots: int) -> float:
+        return self.draft + (self.slot + self.each * texts) * slots
+
     def drafts(self) -> list[Draft]:
+        drafted = self.policy.drafted(self.texts, DEPTH)
+        self.drafted.append(drafted)
         slots = self.policy.slots(self.texts, DEPTH)
         self.widths.append(slots)
         tokens = mx.zeros((slots,), mx.uint32)
         evidence = Evidence(tokens, mx.full((slots,), self.chance))
-        return [Draft(tokens, tokens[:, None], None, evidence)] * len(self.texts)
+        draft = Draft(tokens, tokens[:, None], None, evidence)
+        return [draft if one else nothing() for one in drafted]
 
     def run(self, steps: int, right: Right) -> None:
         B = len(self.texts)
@@ -79,7 +90,7 @@ class Machine:
                 continue
             lengths = self.policy.lengths(self.texts, self.drafts(), DEPTH)
             accepted = [min(n, right(i, step)) for i, n in enumerate(lengths)]
-            drafting = self.draft + self.slot * self.widths[-1]
+            drafting = self.drafting(sum(self.drafted[-1]), self.widths[-1])
             verifying = self.forward(B * (1 + max(lengths)))
             self.policy.learn(self.texts, lengths, accepted, drafting, verifying)
             self.rounds += 1

@@ -11,9 +11,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dspine_mlx.load import load_drafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.server.drafting_batch import QUIET
 from dspine_mlx.server.failure import CLIENT_GONE, Failed
+from dspine_mlx.verify_length.schedule import prepare
 from tests.support.drafting_batch import NEVER, Request, known, new_batch, run
 from tests.support.texts import Counting
 from tests.support.tiny import random_prompt, same_steps
@@ -42,6 +44,37 @@ def mixed(seed: int, count: int) -> list[Request]:
             )
         )
     return asked
+
+
+def cycling(cycle: list[int]) -> Any:
+    """A processor under which a text goes on in a cycle."""
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        wanted = mx.arange(logits.shape[-1]) == cycle[tokens.size % len(cycle)]
+        return mx.where(wanted, logits + 50.0, logits)
+
+    return processor
+
+
+@pytest.mark.parametrize("lookup", [True, False])
+def test_texts_look_copies_up_alone_and_together(
+    model: nn.Module, tokenizer: TokenizerWrapper, lookup: bool
+) -> None:
+    """Without any drafter. The first one is alone, has company, and is alone again."""
+    cycles = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25, 26, 27], [31, 32, 33, 34]]
+    asked = [
+        Request(cycle * 3, budget, processors=[cycling(cycle)], comes=comes)
+        for cycle, budget, comes in zip(cycles, (150, 30, 40), (0, 20, 25), strict=True)
+    ]
+    drafter = load_drafter("lookup", model, kernels="off")
+    prepare(drafter, profile=False)
+    ours = run(drafter, asked, "auto", lookup=lookup)
+    for place, one in enumerate(asked):
+        assert same_steps(ours.steps[place], one.plain(model, tokenizer)), place
+        call = ours.jobs[place].call
+        assert (call.statistics.lookups > 0) == lookup
+        assert call.path == "batched"
+        assert call.shared_texts > call.shared_steps
 
 
 @pytest.mark.parametrize("verify_length", ["auto", 3])

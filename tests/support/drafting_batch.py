@@ -85,15 +85,18 @@ class Run:
     kept: list[tuple[list[int], list[Any]]]
 
 
-def new_batch(drafter: Drafter, verify_length: int | str, kept: Any, **options: int) -> Any:
+def new_batch(
+    drafter: Drafter, verify_length: int | str, kept: Any, lookup: bool = True, **options: Any
+) -> Any:
     sizes = {"completion_batch_size": 4, "prefill_batch_size": 2, "prefill_step_size": 16} | options
+    settings = Options(verify_length=verify_length, lookup=lookup)
     return DraftingBatch(
-        drafter, Options(verify_length=verify_length), lambda uid, asked: asked[0].job(uid),
+        drafter, settings, lambda uid, asked: asked[0].job(uid),
         lambda tokens, caches: kept.append((tokens, caches)), stream=generation_stream, **sizes,
     )  # fmt: skip
 
 
-def run(drafter: Drafter, asked: list[Request], verify_length: int | str, **options: int) -> Run:
+def run(drafter: Drafter, asked: list[Request], verify_length: int | str, **options: Any) -> Run:
     """Serve requests as they come, until nobody is left."""
     kept: list[Any] = []
     batch = new_batch(drafter, verify_length, kept, **options)

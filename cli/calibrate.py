@@ -88,8 +88,8 @@ def calibrate(
     )
 
     draft_model = chosen(model, draft_model)
-    with loading(model, draft_model):
-        target, tokenizer, drafter = load_here(model, draft_model)
+    with loading(model, draft_model) as say:
+        target, tokenizer, drafter = load_here(model, draft_model, told=say)
     if drafter is None or not drafter.config.num_proposals:
         raise InputError("there is no drafter to calibrate; give --draft-model")
     fits = fit_all((target, tokenizer, drafter), suites, temperatures, max_tokens)

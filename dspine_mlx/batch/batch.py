@@ -27,14 +27,15 @@ class Ahead(NamedTuple):
     fed: mx.array  # [B]
     tokens: mx.array  # [B] that follow
     logprobs: list[mx.array]  # [V] of each text
-    features: mx.array  # [B, 1, m*d]
+    features: mx.array | None  # [B, 1, m*d]; None: nobody will read them
     keys: list[mx.array | None]  # random states of the texts before it
     started: float  # the clock's reading when it began
 
     def keep(self, texts: list[int]) -> "Ahead":
         at = mx.array(texts)
         rows, keys = [self.logprobs[i] for i in texts], [self.keys[i] for i in texts]
-        return Ahead(self.fed[at], self.tokens[at], rows, self.features[at], keys, self.started)
+        features = None if self.features is None else self.features[at]
+        return Ahead(self.fed[at], self.tokens[at], rows, features, keys, self.started)
 
 
 class Group:
@@ -138,6 +139,7 @@ class Batch:
         self.drafter, self.texts = drafter, list[BatchText]()
         self.groups: list[Group] = []
         self.ahead: Ahead | None = None
+        self.features: mx.array | None = None  # [B, n, m*d] of the newest forward, if they are read
 
     @property
     def anchors(self) -> mx.array:
@@ -248,16 +250,17 @@ class Batch:
         fed = mx.array(rows, mx.uint32)
         return fed, self.feed(fed, eager_taps=True)
 
-    def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
-        """The target's logits [B, n, V] after each of the tokens [B, n]."""
-        target, taps = self.drafter.target, self.drafter.config.target_layer_ids
-        parts = []
+    def feed(self, tokens: mx.array, eager_taps: bool = False, tapped: bool = True) -> mx.array:
+        """The target's logits [B, n, V] after each of the tokens [B, n]. tapped: whether features
+        are read for the drafter."""
+        target, parts = self.drafter.target, []
+        taps = self.drafter.config.target_layer_ids if tapped else ()
         for group, part in self.parts:
             own, rows = tokens[part], group.target
             with rows.verifying(own.shape[1]), target.verify_kernels.verifying(own.size):
                 parts.append(target.forward(own, rows.caches, taps, eager_taps))
         logits, features = zip(*parts, strict=True)
-        self.features = joined(features)
+        self.features = joined(features) if tapped else None
         return joined(logits)
 
     def accept(self, rows: list[int], keeps_up: Callable[[], bool] = lambda: True) -> None:
@@ -266,7 +269,8 @@ class Batch:
         for group, part in self.parts:
             own = rows[part]
             group.target.accept(own)
-            group.add(self.features[part, : max(own)], own, self.contexts(part), keeps_up)
+            if self.features is not None:
+                group.add(self.features[part, : max(own)], own, self.contexts(part), keeps_up)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:

@@ -93,8 +93,8 @@ class Copies:
         self,
         texts: list[BatchText],
         drafts: list[Draft],
-        survival: list[list[float]],
         lengths: list[int],
+        survival: list[list[float]],
     ) -> tuple[list[Draft], list[int]]:
         """Put copies in place of the drafts with this survival that bring fewer tokens in so many
         rows: the drafts, and how many tokens of each to offer."""

@@ -27,7 +27,7 @@ from dspine_mlx.arguments import (
     check_whole,
 )
 from dspine_mlx.batch.decode import Decoding, Request, Work
-from dspine_mlx.batch.scheduled import batch_policy
+from dspine_mlx.batch.policies import batch_policy
 from dspine_mlx.batch.target_rows import refusal
 from dspine_mlx.drafters import method_of
 from dspine_mlx.drafters.drafter import Drafter

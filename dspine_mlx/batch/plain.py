@@ -20,14 +20,15 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One step: a token for each text."""
     texts, depth = list(batch.texts), batch.depth
     waiting, overlapped = time.perf_counter(), batch.ahead is not None
-    this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
+    this = batch.ahead or step(batch, batch.anchors, policy.reads(texts, depth))
+    batch.ahead = None
     for i, text in enumerate(texts):
         if text.has_history:
             text.take_rows(this.fed[i : i + 1])
     batch.features = this.features
     batch.accept([1] * len(texts), lambda: policy.keeps_context(texts, depth))
-    if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
-        batch.ahead = step(batch, this.tokens)
+    if policy.stays_plain(texts, depth) and min(text.left for text in texts) > 1:
+        batch.ahead = step(batch, this.tokens, policy.reads(texts, depth))
     vocabulary = batch.drafter.target.vocab_size
     tokens = [picked(token, vocabulary) for token in this.tokens.tolist()]
     now = time.perf_counter()
@@ -36,7 +37,7 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         batch.ahead = batch.ahead._replace(started=now)  # the device begins with it only now
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
     timed = overlapped and now - waiting > 0.5 * seconds
-    policy.plain_step(texts, seconds if timed else None, batch.depth)
+    policy.plain_step(texts, seconds if timed else None, depth)
 
     blocks = []
     for text, token, row in zip(texts, tokens, this.logprobs, strict=True):
@@ -46,13 +47,14 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     return blocks
 
 
-def step(batch: Batch, fed: mx.array) -> Ahead:
-    """Start a forward over a token of each text [B], and the choice of the tokens that follow."""
+def step(batch: Batch, fed: mx.array, tapped: bool = True) -> Ahead:
+    """Start a forward over a token of each text [B], and the choice of the tokens that follow.
+    tapped: whether features are read for the drafter."""
     texts, started = batch.texts, time.perf_counter()
     if fed.dtype != mx.uint32:  # a user's sampler picked some, and nobody has read them yet
         fed = mx.clip(fed, 0, batch.drafter.target.vocab_size - 1).astype(mx.uint32)
     keys = [text.key for text in texts]
-    logits = batch.feed(fed[:, None])[:, 0]
+    logits = batch.feed(fed[:, None], tapped=tapped)[:, 0]
     logprobs = normalised(logits)
     following, rows = choose(texts, fed, logits, logprobs)
     mx.async_eval(following, logprobs, rows)

@@ -23,6 +23,9 @@ class BatchPolicy(Protocol):
     def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
         """During a plain step: whether the next one will be plain, too, as far as is known."""
 
+    def reads(self, texts: list[BatchText], depth: int) -> bool:
+        """Whether a draft may still need the features of the plain step that is about to start."""
+
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         """Whether the drafter's caches are worth keeping up with the texts in plain decoding."""
 
@@ -75,6 +78,9 @@ class FixedLength:
         return self.tokens == 0
 
     stays_plain = plainly
+
+    def reads(self, texts: list[BatchText], depth: int) -> bool:
+        return True
 
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         return self.tokens > 0

@@ -16,11 +16,12 @@ from dspine_mlx.batch.batch import Batch
 from dspine_mlx.batch.costs import BatchCosts, BatchCurve
 from dspine_mlx.batch.plain import step
 from dspine_mlx.batch.text import BatchText
-from dspine_mlx.cache_folder import cache_folder, reading
+from dspine_mlx.cache_folder import reading
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.text import Text
+from dspine_mlx.verify_length import store
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.schedule import MINUTE, Schedule
 from dspine_mlx.verify_length.store import describe, digest, keep, pair_key
@@ -177,7 +178,7 @@ class Keeper:
 
 
 def path_of(drafter: Drafter) -> Path:
-    return cache_folder() / f"batch-{digest(pair_key(drafter))}.json"
+    return store.cache_folder() / f"batch-{digest(pair_key(drafter))}.json"
 
 
 def read(drafter: Drafter) -> list[BatchCurve]:

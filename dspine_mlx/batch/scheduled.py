@@ -11,22 +11,19 @@ import numpy as np
 
 from dspine_mlx.batch.copies import Copies
 from dspine_mlx.batch.costs import BatchCosts, BatchCurve, guess
-from dspine_mlx.batch.policy import BatchPolicy, FixedLength
-from dspine_mlx.batch.profile import batch_curves
 from dspine_mlx.batch.prospects import FLOOR, Average, Prospects, Record
 from dspine_mlx.batch.schedule import Plan, best, padded, planned
 from dspine_mlx.batch.text import BatchText
-from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.draft_context import BACKLOG
-from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.budget import SHARE, Budget
 from dspine_mlx.verify_length.calibration import mode_of, uncalibrated
 from dspine_mlx.verify_length.chances import Chances
-from dspine_mlx.verify_length.schedule import Schedule, prepare
+from dspine_mlx.verify_length.schedule import Schedule
 
-SPAN = 4  # plain steps timed together: one of them alone may be early or late
-AGAIN = 8  # plain steps after which the next round is planned anew
+SPAN = 8  # plain steps timed together: one of them alone may be early or late
+CHECK = 4  # plain steps timed at first where their cost is not known
+AGAIN = 16  # plain steps after which the next round is planned anew
 HOPE = 1.1  # gain that perfect drafts must reach for probes to be made
 
 
@@ -64,17 +61,18 @@ class Scheduled:
         self.history = dict[str, Chances]()  # by mode, of the last text
         self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
         self.check = 0  # plain steps left to be timed
-        self.times = list[float]()  # of plain steps of as many texts
+        self.times = list[float]()  # of plain steps
+        self.timed = 0  # texts of each
         self.started = False  # whether the next plain step may be running
         self.plan: Plan | None = None  # of the next round; None: to be made
         self.since = 0  # plain steps since it was made
         self.unread = 0  # plain steps since the last round
         self.chosen: list[bool] = []  # whom this round drafts for
-        self.copies, self.copies_only = Copies(slots), False
-        self.drafter = drafter
+        self.copies, self.copies_only, self.drafter = Copies(slots), False, drafter
         self.own: list[list[float]] = []  # survival of the drafts of this round
         self.gain = 1.0  # of the plan, over plain decoding
         self.probe_cost: float | None = None  # in plain steps; None: to be found
+        self.keeping: bool | None = None  # the drafter's context; None: to be found
         self.probing = False  # the next round is to show whether drafting pays
         self.wider = 0  # its block
         self.known: list[list[float]] = []  # chances of each text's slots in this round
@@ -93,8 +91,8 @@ class Scheduled:
         draft = self.costs.draft(texts, self.least, depth)
         self.budget.start_text(draft / self.costs.plain(texts, depth))
         self.times.clear()
-        self.started = False
-        self.check = 0 if self.costs.plain_known(texts) else 1 + SPAN
+        self.keeping, self.started = None, False
+        self.check = 0 if self.costs.plain_known(texts) else 1 + CHECK
 
     def probe(self, texts: list[BatchText], depth: int) -> tuple[int, float]:
         """A wider block than planned, as chances may have improved, and the plain steps that its
@@ -115,10 +113,22 @@ class Scheduled:
         draft = self.costs.draft(texts, self.widest, depth)
         return rows / BACKLOG * draft / self.costs.plain(texts, depth)
 
+    def reads(self, texts: list[BatchText], depth: int) -> bool:
+        """Whether a probe may come while these features are among the newest rows."""
+        budget = self.budget
+        if not budget.spent:
+            return True
+        if self.probe_cost is None:
+            self.probe_cost = self.probe(texts, depth)[1]
+        wait = max(0 if budget.eager else budget.wait, self.probe_cost / SHARE) - budget.since
+        return wait <= min(BACKLOG, max(text.left for text in texts))
+
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         """Whether taking a full backlog in takes SHARE of its plain steps' time at most."""
-        draft = self.costs.draft(len(texts), self.widest, depth)
-        return draft <= SHARE * BACKLOG * self.costs.plain(len(texts), depth)
+        if self.keeping is None:
+            draft = self.costs.draft(len(texts), self.widest, depth)
+            self.keeping = draft <= SHARE * BACKLOG * self.costs.plain(len(texts), depth)
+        return self.keeping and not self.budget.spent
 
     def survival(self, texts: list[BatchText]) -> np.ndarray:
         """[B, R, M] of the texts' last rounds, as far as their next ones may go."""
@@ -143,12 +153,12 @@ class Scheduled:
     def copies_pay(
         self, texts: list[BatchText], depth: int, more: float, drafts: bool, running: int = 0
     ) -> bool:
-        """Whether copies do better without a draft, if each text has so much more credit; drafts:
-        than a drafted round, else than plain decoding."""
+        """Whether copies gain over a drafted round, or else over plain decoding, if each text has
+        so much more credit."""
         steps = self.costs.steps(len(texts), depth)
         value = self.planned(texts, depth).seconds_per_token if drafts else steps.plain / len(texts)
-        credits = [self.records[text].credit + more for text in texts]
-        return self.copies.pay(texts, steps, value, credits, running)
+        credit = [self.records[text].credit + more for text in texts]
+        return self.copies.pay(texts, steps, value, credit, running)
 
     def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
         if self.check:
@@ -160,9 +170,11 @@ class Scheduled:
         return self.started
 
     def probe_due(self, texts: list[BatchText], depth: int) -> bool:
-        self.planned(texts, depth)
         budget = self.budget
-        if not self.drafter or not self.parked or not (budget.eager or budget.since >= budget.wait):
+        if not self.drafter or not (budget.eager or budget.since >= budget.wait):
+            return False
+        self.planned(texts, depth)
+        if not self.parked:
             return False
         if self.probe_cost is None:
             self.probe_cost = self.probe(texts, depth)[1]
@@ -170,6 +182,8 @@ class Scheduled:
 
     def drafts(self, texts: list[BatchText], depth: int, more: float) -> bool:
         """Whether to draft now, if each text has so much more credit."""
+        if self.budget.spent:
+            return False
         plan = self.planned(texts, depth)
         if self.parked:
             return False
@@ -191,9 +205,11 @@ class Scheduled:
             value = plain / B
             for _ in range(2):  # a token is worth what tokens take, by the plan itself
                 plan = planned(survival, draft, verify, value, self.least)
-                value = min(value, plan.seconds_per_token)
+                if plan.seconds_per_token >= value:
+                    break
+                value = plan.seconds_per_token
             self.gain = plain / B / plan.seconds_per_token
-            self.plan, self.since, self.probe_cost = plan, 0, None
+            self.plan, self.since, self.probe_cost, self.keeping = plan, 0, None, None
             if self.gain > 1:
                 self.leave_out(texts, plan)
         return self.plan
@@ -257,8 +273,7 @@ class Scheduled:
     ) -> tuple[list[Draft], list[int]]:
         if self.copies_only:
             self.chosen = [False] * len(texts)
-        lengths = self.lengths(texts, drafts, depth)
-        return self.copies.put_in(texts, drafts, self.own, lengths)
+        return self.copies.put_in(texts, drafts, self.lengths(texts, drafts, depth), self.own)
 
     def learn(
         self,
@@ -275,22 +290,21 @@ class Scheduled:
         if drafted:
             self.costs.learn_draft(drafted, slots, drafting, depth)
             seconds += float(self.costs.drafts_for(B, depth)[drafted - 1, slots - 1])
-        steps, own = seconds / self.costs.plain(B, depth), list(accepted)
+        steps, own = seconds / self.costs.plain(B, depth), list(zip(lengths, accepted, strict=True))
         for i, text in enumerate(texts):
             record = self.records[text]
             record.saved += 1 + accepted[i] - steps
             record.advance(1 + accepted[i], steps)
             if self.copies.has(text):
                 self.copies.learn(text, lengths[i], accepted[i])
-                own[i] = 0
+                own[i] = 0, 0
             if self.chosen[i]:
-                offered = 0 if self.copies.has(text) else lengths[i]
-                self.learn_chances(text, i, offered, accepted[i])
+                self.learn_chances(text, i, *own[i])
                 record.waited, record.left_out = 0.0, False  # the next plan decides
             took_part = self.chosen[i] or self.copies.has(text)
             record.rounds, record.plain = record.rounds + took_part, record.plain + (not took_part)
         if drafted:  # the drafter answers for its own tokens
-            self.book(1 + sum(own) / B - steps - self.behind(B, depth))
+            self.book(1 + sum(n for _, n in own) / B - steps - self.behind(B, depth))
         self.plan, self.unread = None, 0
 
     def learn_chances(self, text: BatchText, i: int, length: int, accepted: int) -> None:
@@ -312,7 +326,8 @@ class Scheduled:
             self.budget.round_over(gain)
 
     def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None:
-        if self.plan is None or len(self.plan.tokens) != len(texts):
+        if self.timed != len(texts):
+            self.timed = len(texts)
             self.times.clear()
         if seconds is not None:
             self.times.append(seconds)
@@ -333,18 +348,3 @@ class Scheduled:
     def verdict(self, text: BatchText) -> str:
         self.keep(self.costs)
         return self.records[text].verdict()
-
-
-def batch_policy(verify_length: int | str, drafter: Drafter) -> BatchPolicy:
-    """The policy that `verify_length` names: a number of tokens, or "auto"."""
-    if isinstance(verify_length, int):
-        return FixedLength(min(verify_length, drafter.config.num_proposals))
-    schedule = drafter.schedule or prepare(drafter)
-    if schedule.batch is None:
-        if not drafter.config.num_proposals:
-            schedule.batch = Scheduled(schedule, COPIED, drafter=False)
-            return schedule.batch
-        curves, keep = batch_curves(drafter, schedule)
-        slots, shortens = drafter.config.num_proposals, drafter.config.causal_block
-        schedule.batch = Scheduled(schedule, slots, curves, shortens, keep)
-    return schedule.batch

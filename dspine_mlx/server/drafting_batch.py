@@ -18,8 +18,8 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, wired_limit
 
 from dspine_mlx.batch.batch import Batch
 from dspine_mlx.batch.plain import decode_plainly
+from dspine_mlx.batch.policies import batch_policy
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength
-from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.batch.speculate import speculate
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter

@@ -8,10 +8,11 @@ import pytest
 
 from dspine_mlx.batch import profile
 from dspine_mlx.batch.costs import BatchCosts, BatchCurve, between, guess
-from dspine_mlx.batch.scheduled import Scheduled, batch_policy
-from dspine_mlx.cache_folder import cache_folder
+from dspine_mlx.batch.policies import batch_policy
+from dspine_mlx.batch.scheduled import Scheduled
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.schedule import prepare
+from tests.support.cache import cache_folder
 from tests.support.tiny import tiny_dspine, tiny_target
 
 M = 7
@@ -89,8 +90,7 @@ def test_widths_of_drafts_are_corrected_one_by_one() -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def home() -> Path:
     return cache_folder()
 
 

@@ -39,7 +39,7 @@ OPTIONS = tuple(CASES)
 CASES |= {"raced": {"length": 7, "kernels": "auto"}}
 BIGRAMS: dict[str, Any] = {"spread": 1.0, "frequency": 0.5}
 CASES |= {
-    "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 600}
+    "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 350}
     | {"prompt": [4, 5, 6], "sampler": {"temp": 1.0}}
 }
 PACKING = {"group_size": 32, "bits": 4}
@@ -50,7 +50,8 @@ PER_KIND: dict[str, dict[str, Any]] = {
     "penalised": {"sampler": SEEDED, "penalty": 1.3},
 }
 CASES |= {
-    f"{kind} {name}": {"prompt": REPEATING, "length": 5, "drafter": kind} | options
+    f"{kind} {name}": {"prompt": REPEATING, "max_tokens": 12, "length": 5, "drafter": kind}
+    | options
     for kind in KINDS
     for name, options in PER_KIND.items()
 }
@@ -62,7 +63,7 @@ TARGETS: dict[str, tuple[str, bool, int, tuple[str, ...]]] = {  # family, pipeli
     "layers": ("qwen3_moe", True, 2, (*FEW, "quantised")),
     "hybrid layers": ("qwen3_5", True, 2, FEW),
     "drafters tensors": ("qwen3_5", False, 2, DRAFTED),
-    "drafters layers": ("qwen3_moe", True, 2, DRAFTED),
+    "drafters layers": ("qwen3_moe", True, 2, tuple(c for c in DRAFTED if "seeded" not in c)),
     "bigrams": ("qwen3", False, 2, ("sampled",)),
     "packed": ("qwen3", False, 2, ("raced",)),  # the last of 2 ranks: what races find is forced
     "four stages": ("qwen3_moe", True, 4, ("greedy", "parked")),
@@ -128,7 +129,7 @@ def test_texts_are_plain_decodings_in_the_same_group(results: dict[str, Any]) ->
             if case == "sampled":
                 continue
             assert found["tokens"] == found["plain"], (name, case)
-            assert len(found["tokens"]) == TOKENS, (name, case)
+            assert len(found["tokens"]) == (BASE | CASES[case])["max_tokens"], (name, case)
             drafted = CASES[case]["length"] == 7
             assert not drafted or 3 < found["rounds"] < TOKENS - 3, (name, case, found)
 
@@ -137,8 +138,9 @@ def test_every_drafter_has_tokens_accepted(results: dict[str, Any]) -> None:
     """In a text of n tokens, n - 1 rounds would have none."""
     for name, (lead, *_) in results.items():
         for kind in KINDS if "drafters" in name else ():
-            rounds = [lead["cases"][f"{kind} {case}"]["rounds"] for case in PER_KIND]
-            assert 0 < sum(rounds) < len(PER_KIND) * (TOKENS - 1), (name, kind, rounds)
+            cases = [found for case, found in lead["cases"].items() if case.split()[0] == kind]
+            rounds = sum(found["rounds"] for found in cases)
+            assert 0 < rounds < sum(len(found["tokens"]) - 1 for found in cases), (name, kind)
 
 
 def test_texts_are_those_of_one_process(

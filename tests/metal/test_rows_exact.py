@@ -146,6 +146,8 @@ FAULTS = {  # the last bit flipped, another order, another row's scale, another 
     "order of the units": ("u * BITS, weights", "(SPAN - UNIT - u) * BITS, weights"),
     "scale": ("(scales[at])", "(scales[max(at, 1ul) - 1])"),
     "sum of x": ("bias, sums[m]", "bias, sums[0]"),
+    "no sums for the bias": ("(scale * dot + sum * bias)", "(scale * dot)"),
+    "a group off by one": ("biases[at]", "biases[max(at, 1ul) - 1]"),
 }  # fmt: skip
 
 

@@ -143,6 +143,18 @@ def test_a_planted_fault_shows(fault: str) -> None:
 
 
 @needs_emulator
+def test_a_last_bit_shows() -> None:
+    """In bfloat16, where a result is float64's, rounded once."""
+    weight, x = matrix((24, 256), 4, 64, mx.bfloat16), normal((5, 256), mx.bfloat16)
+    assert_exact(launch(ROWS_TILE, x, weight, Tile(2, 2))[0], x, weight)
+    flipped = "as_type<T>(ushort(as_type<ushort>(static_cast<T>(total)) ^ (i == 0)));"
+    device = spoiled("static_cast<T>(total);", flipped)
+    (y,) = ROWS_TILE.launcher(device, x, weight, Tile(2, 2))
+    with pytest.raises(AssertionError):
+        assert_exact(y, x, weight)
+
+
+@needs_emulator
 @pytest.mark.parametrize("fault", REPORTED)
 def test_the_checker_reports(fault: str) -> None:
     found, replacement, report = REPORTED[fault]

@@ -39,7 +39,7 @@ OPTIONS = tuple(CASES)
 CASES |= {"raced": {"length": 7, "kernels": "auto"}}
 BIGRAMS: dict[str, Any] = {"spread": 1.0, "frequency": 0.5}
 CASES |= {
-    "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 350}
+    "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 450}
     | {"prompt": [4, 5, 6], "sampler": {"temp": 1.0}}
 }
 PACKING = {"group_size": 32, "bits": 4}
@@ -171,7 +171,7 @@ def chi_square(tokens: list[int], logits: np.ndarray) -> float:
     counts = np.zeros_like(p)
     np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
     expected = counts.sum(axis=1, keepdims=True) * p
-    often = expected >= 5
+    often = expected >= 2
     n = often.sum()
     assert n > 20
     found = ((counts - expected) ** 2 / expected)[often].sum()
@@ -188,7 +188,7 @@ def test_sampled_text_has_the_targets_distribution(results: dict[str, Any]) -> N
         model = model_of("bigrams")
         logits = np.array(model(mx.arange(SMALL["vocab_size"])[:, None])[:, 0])
         assert abs(chi_square(tokens, logits)) < 4
-        assert chi_square(tokens, logits / 0.6) > 5  # too cold
+        assert max(chi_square(tokens, logits * k) for k in (0.5, 2)) > 5  # too hot, too cold
 
 
 def test_all_ranks_multiply_by_what_rank_0_has_found(results: dict[str, Any]) -> None:

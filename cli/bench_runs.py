@@ -52,15 +52,15 @@ def load_pair(
     """Load the pair, and the modes it can run; a drafter that does not fit is reported and
     skipped."""
     reason = f"there is no --draft-model; {hint(model)}" if model else "there is no --draft-model"
-    with loading(model, draft_model):
+    with loading(model, draft_model) as say:
         if model is None or draft_model is None or leads.get() is not None:
-            target, tokenizer, drafter = load_here(model, draft_model, kernels=kernels)
+            target, tokenizer, drafter = load_here(model, draft_model, kernels=kernels, told=say)
         else:
             if draft_model != LOOKUP:  # fail on a wrong name; a misfit is only reported
                 read_config(resolve(draft_model))
             target, tokenizer, drafter = load(model)
             try:
-                drafter = load_drafter(draft_model, target, kernels=kernels)
+                drafter = load_drafter(draft_model, target, kernels=kernels, told=say)
             except InputError as error:
                 reason = str(error)
     if drafter is not None and drafter.plain:

@@ -1,7 +1,7 @@
 """The pair that a command runs: which drafter it takes, and loading both."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,10 +72,10 @@ def chosen(model: str | None, draft_model: str | None) -> str | None:
     return str(resolve(name, revision))
 
 
-def loading(*names: str | None) -> AbstractContextManager[None]:
+def loading(*names: str | None) -> AbstractContextManager[Callable[[str], None]]:
     """Say that models are loaded; downloads have bars of their own."""
     here = all(name is None or is_here(name) for name in names)
-    return working("Loading the model") if here else nullcontext()
+    return working("Loading the model" if here else "")
 
 
 def measure_costs(
@@ -114,11 +114,12 @@ def load_pair(
         typer.echo("Using the small pair that ships with dspine-mlx; see --model.", err=True)
         model, draft_model = str(DEMO / "target"), str(DEMO / "drafter")
     model = model or str(DEMO / "target")  # to be looked up without a drafter
-    with loading(model, draft_model):
+    with loading(model, draft_model) as say:
         target, tokenizer, drafter = load_here(
             model,
             draft_model,
             kernels=pair.kernels,
+            told=say,
             draft_quant=pair.draft_quant,
             adapter_path=pair.adapter_path,
             tokenizer_config=(tokenizer_config or {})

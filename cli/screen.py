@@ -1,7 +1,7 @@
 """Printing: consoles of any width that never cut a figure."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.cells import cell_len
@@ -29,11 +29,24 @@ def console(stderr: bool = False) -> Console:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say on standard error what is being done, until it is; silent where that is piped."""
+def working(what: str = "") -> Iterator[Callable[[str], None]]:
+    """Say on standard error what is being done, until it is; silent where that is piped. The
+    block is given a function that says what comes next."""
     screen = console(stderr=True)
-    with screen.status(f"{what} ...") if screen.is_terminal else nullcontext():
-        yield
+    status = screen.status("") if screen.is_terminal else None
+
+    def say(now: str) -> None:
+        if status is not None:
+            status.update(f"{now} ...")
+            status.start()
+
+    try:
+        if what:
+            say(what)
+        yield say
+    finally:
+        if status is not None:
+            status.stop()
 
 
 def tracked(steps: Iterable[Step], what: str, total: int) -> Iterable[Step]:

@@ -1,7 +1,7 @@
 """Loading: a folder or Hub id to target, tokenizer and drafter."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ from dspine_mlx.models.needs import AUTO, LOOKUP
 from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
-from dspine_mlx.target.row_kernels import prepare
+from dspine_mlx.target.row_kernels import prepare, untold
 from dspine_mlx.verify_length import store
+from dspine_mlx.verify_length.readings import use_reading
 
 log = logging.getLogger(__name__)
 DRAFTER_FILES = ("*.json", "*.safetensors")
@@ -54,6 +55,7 @@ def load(
     draft_revision: str | None = None,
     kernels: str = "auto",
     draft_quant: int | None = None,
+    told: Callable[[str], None] = untold,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
     """Load a target, its tokenizer, and a drafter bound to the target.
@@ -61,7 +63,7 @@ def load(
     model, draft: folders or Hub ids; neither: the pair that ships with the package; a model alone
     comes without a drafter (None). draft "auto": the registry's first drafter for this model;
     "lookup": no network, only copies of text that repeats itself, for any model.
-    kernels, draft_quant: see `load_drafter`. options go to mlx_lm.load (tokenizer_config,
+    kernels, draft_quant, told: see `load_drafter`. options go to mlx_lm.load (tokenizer_config,
     adapter_path ...).
     """
     if model is None and draft in (None, AUTO):
@@ -84,7 +86,12 @@ def load(
     if draft is None:
         return target, tokenizer, None
     drafter = load_drafter(
-        draft, target, revision=draft_revision, kernels=kernels, draft_quant=draft_quant
+        draft,
+        target,
+        revision=draft_revision,
+        kernels=kernels,
+        draft_quant=draft_quant,
+        told=told,
     )
     return target, tokenizer, drafter
 
@@ -96,6 +103,7 @@ def load_drafter(
     revision: str | None = None,
     kernels: str = "auto",
     draft_quant: int | None = None,
+    told: Callable[[str], None] = untold,
 ) -> Drafter:
     """Load a drafter from a folder or the Hub, bound to the target's embedding and head.
 
@@ -109,13 +117,14 @@ def load_drafter(
     plain MLX operations only.
     draft_quant: 4 or 8: pack the drafter's large matrices to that many bits; None: leave them as
     they come.
+    told: called with what is done now where a first load takes long: in "exact", up to two minutes.
     """
     if not isinstance(model, Target):
         check_model(model)
     check_draft_quant(draft_quant)
     check_kernels(kernels)
     if path == LOOKUP:
-        return lookup_drafter(model, kernels)
+        return lookup_drafter(model, kernels, told)
     chosen = Kernels("off" if kernels == "off" else "auto")
     folder = resolve(path, revision)
     target = model if isinstance(model, Target) else Target(model)
@@ -123,24 +132,29 @@ def load_drafter(
     check_target(checkpoint.config, target)
     if not states_rope_theta(checkpoint.raw):
         log.warning("%s: %s", path, assumed_rope_theta(checkpoint.config.rope_theta))
-    settle_verify_kernels(target, kernels, max(checkpoint.config.num_proposals, COPIED))
+    settle_verify_kernels(target, kernels, max(checkpoint.config.num_proposals, COPIED), told)
     drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
     drafter.folder = folder
+    use_reading(drafter, store.load_reading(drafter))
     return drafter
 
 
-def lookup_drafter(model: nn.Module | Target, kernels: str = "auto") -> Drafter:
+def lookup_drafter(
+    model: nn.Module | Target, kernels: str = "auto", told: Callable[[str], None] = untold
+) -> Drafter:
     """A drafter without a network, whose rounds offer only copies of earlier text."""
     target = model if isinstance(model, Target) else Target(model)
-    settle_verify_kernels(target, kernels, COPIED)
+    settle_verify_kernels(target, kernels, COPIED, told)
     return Drafter(LookupOnly(), target, target)
 
 
-def settle_verify_kernels(target: Target, mode: str, offered: int) -> None:
+def settle_verify_kernels(
+    target: Target, mode: str, offered: int, told: Callable[[str], None] = untold
+) -> None:
     """Choose the kernels that multiply the rows of this target's verify forwards."""
     job = {"do": "kernels", "mode": mode, "proposals": offered}
     with target.ranks.together(**job), same_random_state():
-        found = prepare(target, mode, range(2, offered + 2), store.cache_folder())
+        found = prepare(target, mode, range(2, offered + 2), store.cache_folder(), told=told)
     target.verify_kernels = found
     if found.width_limit < 2:
         log.warning(found.promise())

@@ -10,7 +10,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from dspine_mlx.metal.kernel import Arrays, Kernel
 from dspine_mlx.metal.rows import MAX_ROWS
 
-PACKED_BITS = (4, 8)  # of caches
+PACKED_BITS = (2, 3, 4, 5, 6, 8)  # of caches
 MAX_SIZE = 256  # of a head
 THREADGROUP_BYTES = 16384  # for keys and values
 MAX_SIMDGROUPS = 8  # of 8 rows each; more rows read the cache again
@@ -108,7 +108,8 @@ def rows_attention(
     """softmax(scale q k^T) v in float32, rounded once: [B, heads, L, V]; cut None: MLX's own.
 
     queries: [B, heads, L, D] of 2 to 32 rows. The last row sees the last key, and each row before
-    it one less, or what a boolean mask says. stock: mlx-lm's function, as the layer calls it.
+    it one less, or what an array mask says, boolean or added to the scores. stock: mlx-lm's
+    function, as the layer calls it.
     """
     if cut is None:
         return attend(queries, attended, stock)
@@ -131,18 +132,18 @@ def launch_rows(
     B, heads, L, _ = queries.shape
     (H, D, V), (bits, group) = attended.sizes(), attended.packing()
     S, mask = attended.length, attended.mask
-    masked = isinstance(mask, mx.array)
+    kind = mask_kind(mask)
     keys = attended.keys if bits else (attended.keys, queries, queries)  # the others aren't read
     values = attended.values if bits else (attended.values, queries, queries)
-    if masked:
+    if kind:
         mask = mx.broadcast_to(mask, (B, heads, L, S))
     tiles = -(-heads // H * L // 8)
     blocks = -(-tiles // MAX_SIMDGROUPS)
     threads, rows = 32 * -(-tiles // blocks), B * heads * L
     sizes = {"D": D, "V": V, "KEYS": keys_at_once(D + V, queries.dtype)}
-    sizes |= {"BITS": bits, "GROUP": group or 1, "MASKED": masked}
+    sizes |= {"BITS": bits, "GROUP": group or 1, "MASK": kind}
     parts = function(
-        inputs=[queries, *keys, *values, mask if masked else queries, attended.scale],
+        inputs=[queries, *keys, *values, mask if kind else queries, attended.scale],
         template=[("T", queries.dtype), *sizes.items()],
         grid=(threads * H * blocks, B, cut.parts),
         threadgroup=(threads, 1, 1),
@@ -150,6 +151,13 @@ def launch_rows(
         output_dtypes=[mx.float32] * 3,
     )
     return ROWS_MERGE.launch(*parts, attended.sinks, queries)
+
+
+def mask_kind(mask: Any) -> int:
+    """0: causal, 1: boolean, 2: added to the scores."""
+    if not isinstance(mask, mx.array):
+        return 0
+    return 1 if mask.dtype == mx.bool_ else 2
 
 
 def keys_at_once(columns: int, dtype: mx.Dtype) -> int:
@@ -224,7 +232,8 @@ def mask_limits(queries: mx.array, attended: Attended) -> str | None:
     mask, shape = attended.mask, (*queries.shape[:3], attended.length)
     if isinstance(mask, mx.array):
         fits = all(m in (1, n) for m, n in zip(mask.shape[::-1], shape[::-1], strict=False))
-        if mask.dtype == mx.bool_ and mask.ndim <= 4 and fits:
+        floats = mx.issubdtype(mask.dtype, mx.floating)
+        if (floats or mask.dtype == mx.bool_) and mask.ndim <= 4 and fits:
             return None
         return f"a mask {list(mask.shape)} of {mask.dtype}"
     return None if mask == "causal" else f"mask {mask}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -59,6 +60,50 @@ def attend_apart(queries: mx.array, attended: Attended, stock: Any = None) -> mx
         attend(queries[:, :, i : i + 1], attended.first(before + i + 1), stock) for i in range(rows)
     ]
     return mx.concatenate(each, axis=2)
+
+
+@dataclass(frozen=True)
+class AsHeads:
+    """Rows over a quantised cache, as further query heads of one row: few calls of mlx-lm's
+    function, in which MLX takes its kernels for one row.
+
+    parts: into which MLX splits the keys that its product with the values adds up; 1: it doesn't.
+    Rows whose keys make parts of one length run together, and the keys that a row does not see add
+    nothing. MLX splits from 1024 keys on (8 parts) and past 8192 (32).
+    """
+
+    parts: int = 1
+
+    def __call__(self, queries: mx.array, attended: Attended) -> mx.array:
+        before = attended.length - queries.shape[2]
+        runs = groupby(range(queries.shape[2]), lambda row: self.length(before + row + 1))
+        each = []
+        for rows in (list(run) for _, run in runs):
+            seen = attended.first(before + rows[-1] + 1)
+            each.append(attend_as_heads(queries[:, :, rows[0] : rows[-1] + 1], seen))
+        return mx.concatenate(each, axis=2)
+
+    def length(self, keys: int) -> int:
+        """Of a part."""
+        return -(-keys // self.parts) if self.parts > 1 else 0
+
+    def limits(self, queries: mx.array, attended: Attended) -> str | None:
+        if not attended.packed:
+            return "a cache that is not quantised"
+        return None if isinstance(attended.mask, str) else "a mask that is not plainly causal"
+
+
+AS_HEADS = (AsHeads(1), AsHeads(8), AsHeads(32))
+
+
+def attend_as_heads(queries: mx.array, attended: Attended) -> mx.array:
+    """Attend causally, each row of a head as a head of its own."""
+    B, heads, L, D = queries.shape
+    share, S = heads // attended.sizes()[0], attended.length
+    seen = mx.arange(S) <= mx.arange(S - L, S)[:, None]
+    mask = mx.tile(seen[:, None], (share, 1, 1))  # of the rows that share a key head
+    rows = queries.reshape(B, heads * L, 1, D)
+    return attend(rows, attended._replace(mask=mask)).reshape(B, heads, L, -1)
 
 
 def launch_exact(

@@ -1,12 +1,13 @@
-// One threadgroup of TG threads per slot. Row t - 1 of y and products is the predecessor of row t.
+// One threadgroup of TG threads per slot of all texts. Row t - 1 of y and products is the predecessor
+// of a text's row t.
 threadgroup float own_sums[TG / 32];
 threadgroup float previous_sums[TG / 32];
-const uint R = y_shape[1], A = bias_shape[0];
+const uint M = y_shape[1], R = y_shape[2], A = bias_shape[0];
 uint row = threadgroup_position_in_grid.x;
 uint tid = thread_position_in_threadgroup.x;
 uint lane = thread_index_in_simdgroup;
 uint group = simdgroup_index_in_threadgroup;
-bool first = row == 0;  // its predecessor is the anchor, whose products come ready
+bool first = row % M == 0;  // its predecessor is the anchor, whose products come ready
 
 float own = 0.0f, previous = 0.0f;
 for (uint d = tid; d < R; d += TG) {
@@ -25,8 +26,8 @@ for (uint d = tid; d < A; d += TG) {
     float q = s * static_cast<float>(products[row * 3 * A + d]) + static_cast<float>(bias[d]);
     float p, m;
     if (first) {
-        p = static_cast<float>(anchor[d]);
-        m = static_cast<float>(anchor[A + d]);
+        p = static_cast<float>(anchor[row / M * 2 * A + d]);
+        m = static_cast<float>(anchor[row / M * 2 * A + A + d]);
     } else {
         p = s_previous * static_cast<float>(products[(row - 1) * 3 * A + A + d]);
         m = s_previous * static_cast<float>(products[(row - 1) * 3 * A + 2 * A + d]);

@@ -23,11 +23,6 @@ def size_limit(size: int) -> str | None:
     return f"hidden size {size} is no multiple of 32 from 64 to {MAX_SIZE}"
 
 
-def one_text(rows: mx.array) -> str | None:
-    """Why the kernels don't serve rows with a leading text axis, or None."""
-    return None if rows.ndim == 2 else f"{len(rows)} texts at once"
-
-
 def gated_message(
     y: mx.array, products: mx.array, anchor: mx.array, bias: mx.array, kernels: Kernels = OFF
 ) -> tuple[mx.array, mx.array]:
@@ -38,8 +33,8 @@ def gated_message(
 
         message_t = sigmoid(s_t G_q y_t + G_p z_{t-1} + b) * A z_{t-1},  z_0 = sqrt(r) C[x_0]
 
-    Of several texts all but the bias have a leading axis, which the kernel does not take.
-    Returns the messages [M, a] and the scaled receiver terms s_t G_q y_t + b [M, a].
+    Of several texts all but the bias have a leading axis. Returns the messages [M, a] and the
+    scaled receiver terms s_t G_q y_t + b [M, a].
     """
     message, receiver = kernels.run(GATED_MESSAGE, y, products, anchor, bias)
     return message, receiver
@@ -65,11 +60,12 @@ def launch_gated_message(
     anchor: mx.array,
     bias: mx.array,
 ) -> Arrays:
-    shape, threads = (y.shape[0], bias.shape[0]), 256
+    shape, threads = (*y.shape[:-1], bias.shape[0]), 256
+    y = y if y.ndim == 3 else y[None]
     return function(
         inputs=[y, products, anchor, bias],
         template=[("T", y.dtype), ("TG", threads)],
-        grid=(shape[0] * threads, 1, 1),
+        grid=(y.shape[0] * y.shape[1] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[shape, shape],
         output_dtypes=[y.dtype, y.dtype],
@@ -82,7 +78,7 @@ GATED_MESSAGE = Kernel(
     ["message", "receiver"],
     gated_message_reference,
     launch_gated_message,
-    limits=lambda y, *_: one_text(y),
+    limits=lambda *_: None,
 )
 
 
@@ -93,7 +89,7 @@ def residual_write(
 
     block: [n, d]; write [M, d] is added to its last M rows u, and the first n - M rows stay as they
     are. weight [d] and eps: the next norm's. Returns h and norm(h), both [n, d]. For several texts
-    block and write have a leading axis, which the kernel does not take.
+    block and write have a leading axis.
     """
     h, normed = kernels.run(RESIDUAL_WRITE, block, write, weight, eps)
     return h, normed
@@ -115,14 +111,15 @@ def launch_residual_write(
     weight: mx.array,
     eps: float,
 ) -> Arrays:
-    rows, size = block.shape
-    threads = THREADS
+    shape, size, threads = block.shape, block.shape[-1], THREADS
+    if block.ndim == 2:
+        block, write = block[None], write[None]
     return function(
         inputs=[block, write, weight, eps],
         template=[("T", block.dtype), ("TG", threads), ("N", -(-size // threads))],
-        grid=(rows * threads, 1, 1),
+        grid=(block.shape[0] * block.shape[1] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[block.shape, block.shape],
+        output_shapes=[shape, shape],
         output_dtypes=[block.dtype, block.dtype],
     )
 
@@ -133,5 +130,5 @@ RESIDUAL_WRITE = Kernel(
     ["h", "normed"],
     residual_write_reference,
     launch_residual_write,
-    limits=lambda block, *_: one_text(block) or size_limit(block.shape[-1]),
+    limits=lambda block, *_: size_limit(block.shape[-1]),
 )

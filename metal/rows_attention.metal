@@ -1,6 +1,7 @@
 // Attention of L query rows to keys [B, H, S, D] and values [B, H, S, V], first pass: one part of the
 // keys. Rows of all heads that share a key head, head by head, make tiles of 8, one simdgroup each.
 // KEYS keys and values at a time pass through threadgroup memory, unpacked once for all of them.
+// MASK: 0 causal, 1 boolean, 2 added to the scores.
 // Writes values weighted by exp(score - top), top itself and the sum of weights.
 constexpr int QUERY_TILES = D / 8, VALUE_TILES = V / 8, STEPS = KEYS / 8;
 threadgroup T keys_tile[KEYS * D];
@@ -18,7 +19,7 @@ const uint tile = block * simdgroups_per_threadgroup + simdgroup_index_in_thread
 const int row = tile * 8 + place.x;
 const int known = min(row, rows - 1);  // beyond the last: computed, not stored
 const int head = key_head * share + known / L, position = known % L;
-const int last = MASKED ? S - 1 : S - L + position;  // the last key the row may see
+const int last = MASK ? S - 1 : S - L + position;  // the last key the row may see
 const int per_part = ((S + parts - 1) / parts + KEYS - 1) / KEYS * KEYS;
 const int begin = part * per_part, end = min(S, begin + per_part);
 
@@ -88,8 +89,10 @@ for (int start = begin; start < end; start += KEYS) {
         UNROLL for (int e = 0; e < 2; ++e) {
             int key = start + 8 * k + place.y + e;
             bool seen = key < end && key <= last;
-            if (MASKED && seen) seen = static_cast<bool>(mask[mask_at + key * mask_strides[3]]);
+            size_t masked_at = mask_at + key * mask_strides[3];
+            if (MASK == 1 && seen) seen = static_cast<bool>(mask[masked_at]);
             float score = seen ? scores[k].thread_elements()[e] : -INFINITY;
+            if (MASK == 2 && seen) score += static_cast<float>(mask[masked_at]);
             scores[k].thread_elements()[e] = score;
             highest = max(highest, score);
         }

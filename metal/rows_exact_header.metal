@@ -24,20 +24,6 @@ inline constexpr int unit_terms() {
     return BITS == 3 ? 10 : BITS == 5 ? 12 : BITS == 6 ? 6 : 4;
 }
 
-// BYTES bytes of a packed matrix from byte `at`, a multiple of their largest power of two, on.
-template <int BYTES>
-inline void load_bytes(const device uint* matrix, size_t at, thread uint* words) {
-    if constexpr (BYTES % 4 == 0) {
-        UNROLL for (int i = 0; i < BYTES / 4; ++i) words[i] = matrix[at / 4 + i];
-    } else {
-        const device uchar* bytes = (const device uchar*)matrix + at;
-        UNROLL for (int i = 0; i < (BYTES + 3) / 4; ++i) words[i] = 0;
-        UNROLL for (int i = 0; i < BYTES; ++i) {
-            words[i / 4] |= static_cast<uint>(bytes[i]) << (8 * (i % 4));
-        }
-    }
-}
-
 // COLUMNS columns of a row of x, a multiple of 4, from a multiple of 4 on.
 template <int COLUMNS, typename T>
 inline void load_inputs(const device T* from, thread T* to) {

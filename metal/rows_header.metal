@@ -45,6 +45,20 @@ inline void load_run(const device T* matrix, size_t at, thread T* run) {
     }
 }
 
+// BYTES bytes of a packed matrix from byte `at`, a multiple of their largest power of two, on.
+template <int BYTES>
+inline void load_bytes(const device uint* matrix, size_t at, thread uint* words) {
+    if constexpr (BYTES % 4 == 0) {
+        UNROLL for (int i = 0; i < BYTES / 4; ++i) words[i] = matrix[at / 4 + i];
+    } else {
+        const device uchar* bytes = (const device uchar*)matrix + at;
+        UNROLL for (int i = 0; i < (BYTES + 3) / 4; ++i) words[i] = 0;
+        UNROLL for (int i = 0; i < BYTES; ++i) {
+            words[i / 4] |= static_cast<uint>(bytes[i]) << (8 * (i % 4));
+        }
+    }
+}
+
 // A float of 4 bits (e2m1) or 8 (e4m3): a half whose exponent has another bias.
 template <int BITS>
 inline float small_float(uint bits) {
@@ -88,8 +102,8 @@ inline float scale_value(S scale) {
     }
 }
 
-// 8 columns of one key or value of a cache from `column` on, as T: as they are (BITS 0), or packed in
-// 4 or 8 bits (scales and biases are not read at BITS 0). at, scales_at: where the key or value begins.
+// 8 columns of one key or value of a cache from `column`, a multiple of 8, on, as T: as they are (BITS
+// 0), or packed (scales and biases are not read at BITS 0). at, scales_at: where the key or value begins.
 template <int BITS, int GROUP, typename T, typename S>
 inline void load_cached(
     const device T* cache, size_t at, size_t stride, const device S*, const device S*, size_t,
@@ -107,11 +121,9 @@ inline void load_cached(
     size_t scales_at, int column, thread T* to) {
     float scale = static_cast<float>(scales[scales_at + column / GROUP]);
     float bias = static_cast<float>(biases[scales_at + column / GROUP]);
-    UNROLL for (int w = 0; w < BITS / 4; ++w) {
-        uint word = cache[at + column * BITS / 32 + w];
-        UNROLL for (int f = 0; f < 32 / BITS; ++f) {
-            uint field = word >> (f * BITS) & ((1u << BITS) - 1u);
-            to[w * (32 / BITS) + f] = static_cast<T>(static_cast<float>(field) * scale + bias);
-        }
+    uint run[(BITS + 3) / 4];
+    load_bytes<BITS>(cache, 4 * at + column / 8 * BITS, run);
+    UNROLL for (int c = 0; c < 8; ++c) {
+        to[c] = static_cast<T>(static_cast<float>(run_field<BITS>(run, c)) * scale + bias);
     }
 }

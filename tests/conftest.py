@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO
+from dspine_mlx.measure import verify_steps
 from dspine_mlx.verify_length import profile, store
 from dspine_mlx.verify_length.costs import Curve
 from tests.support.checkpoints import dspine_specforge, save
@@ -85,11 +86,12 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def flat_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No measuring and no files in the user's cache: rows that cost nothing, so "auto" drafts."""
+    """Nothing in the user's cache, no long measuring, and rows that cost nothing: "auto" drafts."""
 
     def flat(drafter: Drafter) -> Curve:
         rows = (1e-3,) * (drafter.most_offered + 1)
         return Curve((64, 2048), (1e-3, 1e-3), (1e-4, 1e-4), (rows, rows))
 
     monkeypatch.setattr(profile, "measure", flat)
+    monkeypatch.setattr(verify_steps, "SECONDS", 0.0)
     monkeypatch.setattr(store, "cache_folder", lambda: tmp_path / "cache")

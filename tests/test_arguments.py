@@ -72,7 +72,7 @@ def quantised(bits: int, group: int) -> bool:
 
 @pytest.mark.parametrize("bits", range(1, 18))
 def test_kv_bits_are_those_that_mlx_lm_quantises_to(bits: int) -> None:
-    """With groups that MLX does not die of: it divides by them."""
+    """With group sizes that don't crash MLX, which divides by them."""
     for group in (1, 8, 16, 32, 64, 128, 256):
         if quantised(bits, group):
             check_kv_quantization(bits, group, 0)

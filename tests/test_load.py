@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,18 +253,18 @@ def test_the_second_exact_load_runs_no_forward(
     """Verdicts and the check are on file; another target's are not taken for this one's."""
     first = load_drafter(folder, model, kernels="exact").target.verify_kernels
     kinds: list[str] = []
-    race, check = Race.verdict, row_kernels.unequal_widths
+    race, check = Race.verdict, row_kernels.compared_widths
 
     def verdict(*args: Any) -> Any:
         kinds.append("race")
         return race(*args)
 
-    def unequal_widths(*args: Any) -> Any:
+    def compared(*args: Any) -> Any:
         kinds.append("check")
         return check(*args)
 
     monkeypatch.setattr(Race, "verdict", verdict)
-    monkeypatch.setattr(row_kernels, "unequal_widths", unequal_widths)
+    monkeypatch.setattr(row_kernels, "compared_widths", compared)
     second = load_drafter(folder, model, kernels="exact").target.verify_kernels
     assert kinds == []
     assert second.promise() == first.promise()
@@ -314,10 +314,10 @@ def test_a_target_none_of_whose_widths_are_exact_decodes_plainly(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def differ(target: Any, widths: set[int], *_: Any) -> dict[int, str]:
-        return dict.fromkeys(widths, "logits")
+    def differ(target: Any, widths: list[int], *_: Any) -> Iterator[tuple[int, str]]:
+        return ((width, "logits") for width in widths)
 
-    monkeypatch.setattr(row_kernels, "unequal_widths", differ)
+    monkeypatch.setattr(row_kernels, "compared_widths", differ)
     drafter = load_drafter(folder, model, kernels="exact")
     assert "so the target decodes plainly" in caplog.text
     for length in ("auto", 3):

@@ -55,9 +55,10 @@ def output(*command: str | Path, cwd: Path) -> str:
 
 def test_the_wheel_runs_in_a_fresh_venv(wheel: Path, tmp_path: Path) -> None:
     """Only dependencies come from the environment that runs the tests."""
-    venv.create(tmp_path / "venv", with_pip=True)
+    venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    output(python, "-m", "pip", "install", "-q", "--no-deps", wheel, cwd=tmp_path)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    output(*pip, "install", "-q", "--no-deps", wheel, cwd=tmp_path)
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(output(python, "-c", purelib, cwd=tmp_path).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -20,7 +20,7 @@ def record(name: str, seed: int, pairs: list[list[int]]) -> dict:
 
 
 def test_the_table_pools_seeds_and_pairs_prompts(tmp_path: Path) -> None:
-    """Tokens a round are 1 + accepted / rounds over all texts; twice DSpine's of the same seed."""
+    """1 + accepted / rounds over all texts, and how many times DSpine's of the same seed."""
     rows = [record("DSpine", 0, [[10, 10], [30, 10]]), record("DSpine", 1, [[20, 10], [20, 10]])]
     rows.append(record("DFlash", 1, [[5, 10], [5, 10]]))
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -1,6 +1,6 @@
 """Texts that share forwards: they join and leave between rounds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -8,10 +8,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.batch.draft_contexts import DraftContexts
+from dspine_mlx.batch.select import nothing, select_texts
 from dspine_mlx.batch.target_rows import TargetRows
 from dspine_mlx.batch.text import BatchText
-from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.round.draft_context import DraftContext
+from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.text import Text
 
@@ -25,23 +27,29 @@ class Ahead(NamedTuple):
     fed: mx.array  # [B]
     tokens: mx.array  # [B] that follow
     logprobs: list[mx.array]  # [V] of each text
-    features: mx.array  # [B, 1, m*d]
+    features: mx.array | None  # [B, 1, m*d]; None: nobody will read them
     keys: list[mx.array | None]  # random states of the texts before it
     started: float  # the clock's reading when it began
 
     def keep(self, texts: list[int]) -> "Ahead":
         at = mx.array(texts)
         rows, keys = [self.logprobs[i] for i in texts], [self.keys[i] for i in texts]
-        return Ahead(self.fed[at], self.tokens[at], rows, self.features[at], keys, self.started)
+        features = None if self.features is None else self.features[at]
+        return Ahead(self.fed[at], self.tokens[at], rows, features, keys, self.started)
 
 
 class Group:
-    """Texts of about one depth, whose keys lie in common arrays: one forward serves them."""
+    """Texts of about one depth, whose keys lie in common arrays: one forward serves them.
+
+    drafted: the texts that are drafted for, in the order of `context`. Of the others the drafter
+    keeps the prompt and the newest rows, in a context of each text's own.
+    """
 
     def __init__(self, drafter: Drafter):
-        model, widest = drafter.target.model, 1 + drafter.config.num_proposals
+        model, widest = drafter.target.model, 1 + (drafter.config.num_proposals or COPIED)
         self.target = TargetRows(model, make_prompt_cache(model), widest)
         self.context = DraftContexts(drafter)
+        self.drafted: list[int] = []
 
     @property
     def lengths(self) -> list[int]:
@@ -55,18 +63,68 @@ class Group:
         return longest <= SHORT or len(lengths) * longest <= PADDING * sum(lengths)
 
     def join(self, text: Text) -> None:
-        self.context.join(text.context.cache)
+        self.include(len(self.lengths), text.context)
         self.target.join(text.cache)
+        text.checkpoint()
+
+    def include(self, text: int, own: DraftContext) -> None:
+        """Draft for a text from now on."""
+        self.context.join(own.cache)
+        self.drafted.append(text)
         mx.eval([c.state for c in self.context.cache])
-        for cache in text.context.cache:
+        for cache in own.cache:
             cache.trim(cache.offset)
             cache.keys = cache.values = None
-        text.checkpoint()
+
+    def draft_for(self, wanted: list[bool], contexts: list[DraftContext]) -> None:
+        """Draft for these texts only; contexts: each text's own."""
+        staying = [k for k, text in enumerate(self.drafted) if wanted[text]]
+        if len(staying) < len(self.drafted):
+            for k, text in enumerate(self.drafted):
+                if not wanted[text]:
+                    contexts[text].keeps_up = lambda depth: False
+                    self.context.put_apart(k, contexts[text])
+            self.context.keep(staying)
+            self.drafted = [self.drafted[k] for k in staying]
+        for text in range(len(wanted)):
+            if wanted[text] and text not in self.drafted:
+                contexts[text].catch_up()
+                self.include(text, contexts[text])
+
+    def draft(self, texts: list[BatchText], slots: int | None, with_evidence: bool) -> list[Draft]:
+        """A draft of each text; of those that are not drafted for, an empty one."""
+        drafts = [nothing() for _ in texts]
+        if self.drafted:
+            own, kernels = [texts[i] for i in self.drafted], self.context.drafter.kernels
+            anchors = mx.array([text.newest for text in own], mx.uint32)
+            proposals = self.context.propose(anchors, slots)
+            found = select_texts(own, proposals, kernels, with_evidence)
+            for text, draft in zip(self.drafted, found, strict=True):
+                drafts[text] = draft
+        return drafts
+
+    def add(
+        self,
+        features: mx.array,
+        rows: list[int],
+        contexts: list[DraftContext],
+        keeps_up: Callable[[], bool],
+    ) -> None:
+        """Queue features [B, n, m*d] of each text's new rows, for later drafts."""
+        drafted = self.drafted
+        if drafted:
+            shared = features if drafted == list(range(len(rows))) else features[mx.array(drafted)]
+            self.context.add(shared, [rows[text] for text in drafted], keeps_up)
+        if len(drafted) < len(rows):
+            for text in set(range(len(rows))).difference(drafted):
+                contexts[text].add(features[text : text + 1, : rows[text]], self.lengths[text])
 
     def keep(self, texts: list[int]) -> None:
         """Only these texts stay."""
         self.target.keep(texts)
-        self.context.keep(texts)
+        staying = [k for k, text in enumerate(self.drafted) if text in texts]
+        self.context.keep(staying)
+        self.drafted = [texts.index(self.drafted[k]) for k in staying]
 
 
 class Batch:
@@ -81,11 +139,12 @@ class Batch:
         self.drafter, self.texts = drafter, list[BatchText]()
         self.groups: list[Group] = []
         self.ahead: Ahead | None = None
+        self.features: mx.array | None = None  # [B, n, m*d] of the newest forward, if they are read
 
     @property
     def anchors(self) -> mx.array:
         """The newest token [B] of each text."""
-        return mx.concatenate([text.anchor for text in self.texts])
+        return mx.array([text.newest for text in self.texts], mx.uint32)
 
     @property
     def depth(self) -> int:
@@ -106,7 +165,7 @@ class Batch:
     def join(self, text: BatchText) -> None:
         """Move a prefilled text in."""
         self.cancel()
-        length = text.text.position
+        length, text.newest = text.text.position, int(text.text.anchor.item())
         group = next((group for group in self.groups if group.takes(length)), None)
         if group is None:
             group = Group(self.drafter)
@@ -130,7 +189,7 @@ class Batch:
             group.keep(staying)
         else:
             self.groups.remove(group)
-        self.texts.pop(at)
+        self.texts.pop(at).settle()
         if self.ahead is not None:
             others = [i for i in range(len(self.texts) + 1) if i != at]
             self.ahead = self.ahead.keep(others) if others else None
@@ -147,8 +206,13 @@ class Batch:
 
     def extract(self, at: int, with_newest: bool) -> list[Any]:
         group, index = self.place(at)
-        group.context.catch_up()
-        own, context = group.target.extract(index), group.context.extract(index)
+        own = group.target.extract(index)
+        if index in group.drafted:
+            group.context.catch_up()
+            context = group.context.extract(group.drafted.index(index))
+        else:
+            context = self.texts[at].text.context.cache
+            self.texts[at].text.context.catch_up()
         if with_newest:
             target, taps = self.drafter.target, self.drafter.config.target_layer_ids
             _, features = target.forward(self.texts[at].anchor, own, taps)
@@ -156,42 +220,57 @@ class Batch:
         mx.eval([c.state for c in [*own, *context]])
         return [*own, *context]
 
-    def propose(self, slots: int | None = None) -> list[AnyProposal]:
-        """One forward of the drafter for all texts, over blocks that propose so many tokens; None:
-        all that it can."""
+    def contexts(self, part: slice) -> list[DraftContext]:
+        return [text.text.context for text in self.texts[part]]
+
+    def draft_for(self, drafted: list[bool]) -> None:
+        """Draft for these texts only. What is not taken in yet of many rows is taken in now."""
+        for group, part in self.parts:
+            group.draft_for(drafted[part], self.contexts(part))
+            if group.context.waiting > self.drafter.config.block_size:
+                group.context.catch_up()
+                mx.eval([c.state for c in group.context.cache])
+
+    def draft(self, slots: int | None, with_evidence: bool) -> list[Draft]:
+        """One forward of the drafter for all texts that are drafted for, over blocks that propose
+        so many tokens; None: all that it can. Nothing is evaluated here."""
         self.cancel()
         if not self.drafter.config.causal_block:
             slots = None
-        anchors = self.anchors
-        parts = [group.context.propose(anchors[part], slots) for group, part in self.parts]
-        return [proposal for part in parts for proposal in part]
+        parts = [group.draft(self.texts[part], slots, with_evidence) for group, part in self.parts]
+        return [draft for part in parts for draft in part]
 
     def verify(self, drafts: list[Draft], length: int) -> tuple[mx.array, mx.array]:
         """One forward of the target over every text's anchor and the first tokens of its draft:
         the tokens fed [B, 1 + length], and their logits [B, 1 + length, V]."""
-        anchors = self.anchors[:, None]
-        drafted = mx.stack([draft.tokens[:length] for draft in drafts]).astype(anchors.dtype)
-        fed = mx.concatenate([anchors, drafted], axis=1)
+        rows = []
+        for text, draft in zip(self.texts, drafts, strict=True):
+            tokens = draft.tokens.tolist()[:length]
+            rows.append([text.newest, *tokens, *[0] * (length - len(tokens))])
+        fed = mx.array(rows, mx.uint32)
         return fed, self.feed(fed, eager_taps=True)
 
-    def feed(self, tokens: mx.array, eager_taps: bool = False) -> mx.array:
-        """The target's logits [B, n, V] after each of the tokens [B, n]."""
-        target, taps = self.drafter.target, self.drafter.config.target_layer_ids
-        parts = []
+    def feed(self, tokens: mx.array, eager_taps: bool = False, tapped: bool = True) -> mx.array:
+        """The target's logits [B, n, V] after each of the tokens [B, n]. tapped: whether features
+        are read for the drafter."""
+        target, parts = self.drafter.target, []
+        taps = self.drafter.config.target_layer_ids if tapped else ()
         for group, part in self.parts:
             own, rows = tokens[part], group.target
             with rows.verifying(own.shape[1]), target.verify_kernels.verifying(own.size):
                 parts.append(target.forward(own, rows.caches, taps, eager_taps))
         logits, features = zip(*parts, strict=True)
-        self.features = joined(features)
+        self.features = joined(features) if tapped else None
         return joined(logits)
 
-    def accept(self, rows: list[int]) -> None:
-        """The first rows[i] >= 1 of the rows just fed belong to text i."""
+    def accept(self, rows: list[int], keeps_up: Callable[[], bool] = lambda: True) -> None:
+        """The first rows[i] >= 1 of the rows just fed belong to text i; keeps_up: whether the
+        drafter should take in a long backlog of them."""
         for group, part in self.parts:
             own = rows[part]
             group.target.accept(own)
-            group.context.add(self.features[part, : max(own)], own)
+            if self.features is not None:
+                group.add(self.features[part, : max(own)], own, self.contexts(part), keeps_up)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:

@@ -14,6 +14,8 @@ import numpy as np
 
 from dspine_mlx.verify_length.costs import Costs, Curve
 
+STRIDE = 64  # positions within which a draft is taken to cost the same
+
 
 @dataclass(frozen=True)
 class BatchCurve:
@@ -123,6 +125,8 @@ class BatchCosts:
         self.known = list(known)
         self.forwards = dict[int, Costs]()  # by the numbers of texts that there have been
         self.drafts = dict[int, Costs]()
+        self.newest = 0  # texts that were drafted for last
+        self.bases = dict[tuple[int, int], np.ndarray]()  # by texts and depth
 
     def of(self, texts: int) -> tuple[Costs, Costs]:
         """Costs of forwards, and of drafts, over so many texts; at first corrected like those of
@@ -142,15 +146,30 @@ class BatchCosts:
         return self.of(texts)[0].plain(depth)
 
     def draft(self, texts: int, slots: int, depth: int) -> float:
-        return self.of(texts)[1].verify(depth)[slots]
+        """Seconds of a draft of so many tokens for each text."""
+        return float(self.drafts_for(texts, depth)[-1, slots - 1])
+
+    def drafts_for(self, texts: int, depth: int) -> np.ndarray:
+        """Seconds [texts, M] of drafting 1 .. M tokens for each of 1 .. `texts` texts: corrected
+        alike, as only some of these numbers are ever seen, and more texts never cost less."""
+        like, depth = self.newest or texts, depth // STRIDE * STRIDE
+        key = texts, depth
+        if key not in self.bases:
+            curves = (drafts_of(between(self.known, n)) for n in range(1, texts + 1))
+            self.bases = {key: np.array([curve.at(depth)[2:-1] for curve in curves])}
+        seconds = self.bases[key] * np.exp(self.of(like)[1].x[2:-1])
+        fewer, more = seconds[:like][::-1], seconds[like - 1 :]  # both with what was seen
+        np.minimum.accumulate(fewer, axis=0, out=fewer)
+        np.maximum.accumulate(more, axis=0, out=more)
+        return seconds
 
     def verify(self, texts: int, width: int, depth: int) -> float:
         """Seconds of a forward over `width` rows of each text."""
         return self.of(texts)[0].verify(depth)[width - 1]
 
     def steps(self, texts: int, depth: int) -> Steps:
-        forwards, drafts = self.of(texts)
-        verify, draft = np.array(forwards.verify(depth)), np.array(drafts.verify(depth)[1:])
+        forwards, _ = self.of(texts)
+        verify, draft = np.array(forwards.verify(depth)), self.drafts_for(texts, depth)[-1]
         return Steps(forwards.plain(depth), draft, verify)
 
     def plain_known(self, texts: int) -> bool:
@@ -164,12 +183,13 @@ class BatchCosts:
     def learn_plain(self, texts: int, seconds: float, depth: int) -> None:
         self.of(texts)[0].observe_plain(seconds, depth)
 
-    def learn_round(
-        self, texts: int, slots: int, width: int, drafting: float, verifying: float, depth: int
-    ) -> None:
-        forwards, drafts = self.of(texts)
-        forwards.observe("verify", width, verifying, depth)
-        drafts.observe("verify", slots + 1, drafting, depth)
+    def learn_verify(self, texts: int, width: int, seconds: float, depth: int) -> None:
+        self.of(texts)[0].observe("verify", width, seconds, depth)
+
+    def learn_draft(self, texts: int, slots: int, seconds: float, depth: int) -> None:
+        """Of a draft for so many texts."""
+        self.newest = texts
+        self.of(texts)[1].observe("verify", slots + 1, seconds, depth)
 
     @property
     def disturbed(self) -> bool:

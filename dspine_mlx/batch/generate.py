@@ -39,6 +39,8 @@ def batch_generate(
         draft_filter: as in `stream_generate`, one for all or a list with one per prompt.
         verify_length: drafted tokens that each text offers per round: an int, or "auto", which
             gives the rows to the likeliest ones. 0 is plain decoding.
+        lookup: if verify_length is "auto", offer what followed a text's newest tokens earlier in it
+            where that is worth more than its draft.
         completion_batch_size: texts that are decoded at once; the others wait.
 
     Targets that don't decode several texts in one forward here (`dspine_mlx.batch.target_rows`),

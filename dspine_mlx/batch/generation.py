@@ -20,13 +20,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.arguments import (
     check_cache_sizes,
+    check_flag,
     check_max_tokens,
     check_seed,
     check_top_k,
     check_whole,
 )
 from dspine_mlx.batch.decode import Decoding, Request, Work
-from dspine_mlx.batch.scheduled import batch_policy
+from dspine_mlx.batch.policies import batch_policy
 from dspine_mlx.batch.target_rows import refusal
 from dspine_mlx.drafters import method_of
 from dspine_mlx.drafters.drafter import Drafter
@@ -39,6 +40,7 @@ from dspine_mlx.generate import (
     to_token_ids,
 )
 from dspine_mlx.round.decode import Prefill
+from dspine_mlx.round.lookup import Lookup
 from dspine_mlx.round.policy import check_verify_length
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.statistics import GenerationResponse, Speed, Statistics
@@ -91,6 +93,7 @@ class Generation:
     step: int  # of prefill
     max_kv_size: int | None
     stream: mx.Stream
+    lookup: bool = True
     return_caches: bool = False
     work: Work = field(default_factory=Work)
 
@@ -112,6 +115,7 @@ class Generation:
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
         max_kv_size: int | None = None,
+        lookup: bool = True,
         stream: mx.Stream = generation_stream,
     ) -> "Generation":
         """See `batch_generate`."""
@@ -140,7 +144,8 @@ class Generation:
             if isinstance(entry.sampler, Sampler):
                 check_top_k(entry.sampler.top_k, vocabulary)
         limits = (verify_length, completion_batch_size, prefill_step_size, max_kv_size)
-        return cls(bound, tokenizer, entries, *limits, stream)
+        check_flag("lookup", lookup)
+        return cls(bound, tokenizer, entries, *limits, stream, lookup)
 
     def responses(self) -> Generator[Response, None, None]:
         alone = self.refusal() is not None
@@ -192,14 +197,16 @@ class Generation:
         return Request(entry.prompt, budget, make_text, prefill, seed, self.return_caches)
 
     def make_text(self, entry: Entry) -> Text:
+        stops = frozenset(self.tokenizer.eos_token_ids)
         return Text(
             self.drafter,
             self.own_caches(entry),
             entry.sampler,
             entry.processors,
-            stops=frozenset(self.tokenizer.eos_token_ids),
+            stops=stops,
             statistics=entry.statistics,
             draft_filter=entry.draft_filter,
+            lookup=Lookup(stops) if self.lookup else None,
         )
 
     def own_caches(self, entry: Entry) -> list[Any]:
@@ -223,6 +230,7 @@ class Generation:
                     prompt_cache=caches,
                     verify_length=self.verify_length,
                     draft_filter=entry.draft_filter,
+                    lookup=self.lookup,
                     max_kv_size=self.max_kv_size,
                     prefill_step_size=self.step,
                     prompt_progress_callback=entry.speed.progress,
@@ -255,9 +263,7 @@ class Generation:
 def why_alone(drafter: Drafter, max_kv_size: int | None = None) -> str | None:
     """Why a pair's texts are decoded one after another; None if they are not."""
     model, network = drafter.target.model, drafter.network
-    if not drafter.config.num_proposals:
-        return "copies are looked up for one text at a time"
-    if not method_of(network).several_texts:
+    if drafter.config.num_proposals and not method_of(network).several_texts:
         return f"{type(network).__name__} drafters propose for one text at a time"
     if math.isfinite(drafter.target.verify_kernels.width_limit):
         return "kernels in exact mode were checked for one text at a time"

@@ -4,12 +4,13 @@ As in mlx-lm's batches, the next forward runs while the tokens of this one are r
 """
 
 import time
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from dspine_mlx.batch.batch import Ahead, Batch
 from dspine_mlx.batch.policy import BatchPolicy
-from dspine_mlx.batch.text import BatchText
+from dspine_mlx.batch.text import BatchText, Sampling
 from dspine_mlx.round.accept import normalised
 from dspine_mlx.round.text import Token
 from dspine_mlx.round.user_code import picked
@@ -17,48 +18,69 @@ from dspine_mlx.round.user_code import picked
 
 def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One step: a token for each text."""
-    texts, waiting, overlapped = list(batch.texts), time.perf_counter(), batch.ahead is not None
-    this, batch.ahead = batch.ahead or step(batch, batch.anchors), None
+    texts, depth = list(batch.texts), batch.depth
+    waiting, overlapped = time.perf_counter(), batch.ahead is not None
+    this = batch.ahead or step(batch, batch.anchors, policy.reads(texts, depth))
+    batch.ahead = None
     for i, text in enumerate(texts):
         if text.has_history:
             text.take_rows(this.fed[i : i + 1])
     batch.features = this.features
-    batch.accept([1] * len(texts))
-    if policy.stays_plain(texts, batch.depth) and min(text.left for text in texts) > 1:
-        batch.ahead = step(batch, this.tokens)
-    tokens = [
-        picked(token, len(row))
-        for token, row in zip(this.tokens.tolist(), this.logprobs, strict=True)
-    ]
+    batch.accept([1] * len(texts), lambda: policy.keeps_context(texts, depth))
+    if policy.stays_plain(texts, depth) and min(text.left for text in texts) > 1:
+        batch.ahead = step(batch, this.tokens, policy.reads(texts, depth))
+    vocabulary = batch.drafter.target.vocab_size
+    tokens = [picked(token, vocabulary) for token in this.tokens.tolist()]
     now = time.perf_counter()
     seconds = now - this.started
     if batch.ahead is not None:
         batch.ahead = batch.ahead._replace(started=now)  # the device begins with it only now
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
     timed = overlapped and now - waiting > 0.5 * seconds
-    policy.plain_step(texts, seconds if timed else None, batch.depth)
+    policy.plain_step(texts, seconds if timed else None, depth)
 
     blocks = []
     for text, token, row in zip(texts, tokens, this.logprobs, strict=True):
         text.text.statistics.plain += 1
+        text.text.note([token])
         blocks.append(text.go_on([(token, row, False)]))
     return blocks
 
 
-def step(batch: Batch, fed: mx.array) -> Ahead:
-    """Start a forward over a token of each text [B], and the choice of the tokens that follow."""
+def step(batch: Batch, fed: mx.array, tapped: bool = True) -> Ahead:
+    """Start a forward over a token of each text [B], and the choice of the tokens that follow.
+    tapped: whether features are read for the drafter."""
     texts, started = batch.texts, time.perf_counter()
-    fed = mx.clip(fed, 0, batch.drafter.target.vocab_size - 1).astype(mx.uint32)  # not read yet
+    if fed.dtype != mx.uint32:  # a user's sampler picked some, and nobody has read them yet
+        fed = mx.clip(fed, 0, batch.drafter.target.vocab_size - 1).astype(mx.uint32)
     keys = [text.key for text in texts]
-    logits = batch.feed(fed[:, None])
-    logprobs = normalised(logits[:, 0])
-    following, rows = mx.argmax(logprobs, axis=-1).astype(mx.int64), list(logprobs)
+    logits = batch.feed(fed[:, None], tapped=tapped)[:, 0]
+    logprobs = normalised(logits)
+    following, rows = choose(texts, fed, logits, logprobs)
+    mx.async_eval(following, logprobs, rows)
+    return Ahead(fed, following, list(rows), batch.features, keys, started)
+
+
+def choose(
+    texts: list[BatchText], fed: mx.array, logits: mx.array, logprobs: mx.array
+) -> tuple[mx.array, Sequence[mx.array]]:
+    """The tokens [B] that follow the tokens fed [B], and the logprobs [V] that each text's is
+    picked from. Texts that sample alike share a call."""
+    kinds: dict[Sampling, list[int]] = {}
     for i, text in enumerate(texts):
-        if not text.plainly_greedy:
-            token, rows[i] = sampled(text, fed[i : i + 1], logits[i])
-            following[i : i + 1] = token.astype(mx.int64)
-    mx.async_eval(following, rows)
-    return Ahead(fed, following, rows, batch.features, keys, started)
+        kinds.setdefault(text.sampling, []).append(i)
+    if len(kinds) == 1 and None not in kinds:
+        return texts[0].text.sampler(logprobs), logprobs
+    rows, picks, order = list(logprobs), [], []
+    for i in kinds.pop(None, []):
+        token, rows[i] = sampled(texts[i], fed[i : i + 1], logits[i : i + 1])
+        picks.append(token.astype(mx.int64))
+        order.append(i)
+    for alike in kinds.values():
+        picks.append(texts[alike[0]].text.sampler(logprobs[mx.array(alike)]))
+        order += alike
+    tokens = mx.concatenate([pick.astype(mx.int64) for pick in picks])
+    return tokens[mx.argsort(mx.array(order))], rows
 
 
 def sampled(text: BatchText, fed: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:

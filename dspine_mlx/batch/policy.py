@@ -1,7 +1,7 @@
 """What a batch asks of a policy and tells it, and the simplest one: a fixed length."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.round.select import Draft
@@ -9,6 +9,10 @@ from dspine_mlx.round.select import Draft
 
 class BatchPolicy(Protocol):
     needs_evidence: bool
+
+    @property
+    def copies_only(self) -> bool:
+        """After `plainly`: whether the next round offers copies, and drafts nothing."""
 
     def join(self, text: BatchText, texts: int, depth: int) -> None:
         """A text joins; there are so many now."""
@@ -19,11 +23,25 @@ class BatchPolicy(Protocol):
     def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
         """During a plain step: whether the next one will be plain, too, as far as is known."""
 
+    def reads(self, texts: list[BatchText], depth: int) -> bool:
+        """Whether a draft may still need the features of the plain step that is about to start."""
+
+    def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
+        """Whether the drafter's caches are worth keeping up with the texts in plain decoding."""
+
+    def drafted(self, texts: list[BatchText], depth: int) -> list[bool]:
+        """Whom to draft for in the next round; the others get a token each."""
+
     def slots(self, texts: list[BatchText], depth: int) -> int:
-        """Tokens to draft for each text, at least 1; known before any is."""
+        """Tokens to draft for each of them, at least 1; known before any is."""
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         """Drafted tokens to offer, of each text."""
+
+    def choose(
+        self, texts: list[BatchText], drafts: list[Draft], depth: int
+    ) -> tuple[list[Draft], list[int]]:
+        """The drafts to offer, copies in place of some, and how many tokens of each."""
 
     def learn(
         self,
@@ -51,13 +69,24 @@ class FixedLength:
 
     tokens: int
     needs_evidence: bool = False
+    copies_only: ClassVar[bool] = False
 
-    def join(self, text: BatchText, texts: int, depth: int) -> None: ...
+    def join(self, text: BatchText, texts: int, depth: int) -> None:
+        text.text.lookup = None
 
     def plainly(self, texts: list[BatchText], depth: int) -> bool:
         return self.tokens == 0
 
     stays_plain = plainly
+
+    def reads(self, texts: list[BatchText], depth: int) -> bool:
+        return True
+
+    def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
+        return self.tokens > 0
+
+    def drafted(self, texts: list[BatchText], depth: int) -> list[bool]:
+        return [text.most > 0 for text in texts]
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
         return self.tokens
@@ -65,6 +94,11 @@ class FixedLength:
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         pairs = zip(texts, drafts, strict=True)
         return [max(0, min(self.tokens, text.limit(draft))) for text, draft in pairs]
+
+    def choose(
+        self, texts: list[BatchText], drafts: list[Draft], depth: int
+    ) -> tuple[list[Draft], list[int]]:
+        return drafts, self.lengths(texts, drafts, depth)
 
     def learn(
         self,

@@ -1,12 +1,17 @@
-"""What the next round of a text may bring, from its last ones."""
+"""What the next round of a text may bring, from its last ones, and how the text fares."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+from dspine_mlx.verify_length.budget import FIRST_WAIT, LAST_WAIT, SHARE
 
 ROUNDS = 8  # rounds of a text that are remembered
 FADING = 0.98  # of what is known of an average text, per round
 PRIOR, HOPE = 2.0, 0.8  # rounds that a first chance counts for
+FLOOR = 0.88  # speed of plain decoding that rounds leave every text, at least
+CREDIT, CAP = 0.0, 4.0  # tokens that a text may be behind that, at first and at most
 
 
 class Average:
@@ -60,3 +65,49 @@ class Prospects:
         if tokens >= self.rounds.shape[1]:
             return self.rounds
         return np.where(np.arange(self.rounds.shape[1]) < tokens, self.rounds, 0.0)
+
+
+@dataclass
+class Record:
+    """One text: its prospects, whether it is drafted for, and how it fares.
+
+    A text whose drafts do not pay for their share of the drafter's time is left out. After `wait`
+    plain steps' time, doubled by each try that fails, it is drafted for once more.
+    """
+
+    prospects: Prospects
+    credit: float = CREDIT  # tokens that it may still fall behind FLOOR
+    saved: float = 0.0  # plain steps that its rounds saved
+    rounds: int = 0  # that it was drafted for
+    plain: int = 0  # tokens in steps and rounds that it was not drafted for
+    left_out: bool = False
+    waited: float = 0.0  # plain steps since it was drafted for
+    wait: float = FIRST_WAIT
+    tried: bool = False  # in the next round, though it is left out
+
+    def advance(self, tokens: int, steps: float) -> None:
+        """It got so many tokens in the time of so many plain steps."""
+        self.credit = min(CAP, self.credit + tokens - FLOOR * steps)
+        self.waited += steps
+
+    def due(self, cost: float) -> bool:
+        """Whether to draft for it once, at the cost of so many plain steps."""
+        return self.left_out and self.waited >= self.wait and SHARE * self.waited >= cost
+
+    def judge(self, pays: bool) -> None:
+        """Whether the next round should be drafted for it, by what it was like in its last ones."""
+        if pays:
+            self.wait = FIRST_WAIT
+        elif self.tried:
+            self.wait = min(2 * self.wait, LAST_WAIT)
+        self.left_out, self.tried = not pays, False
+
+    def verdict(self) -> str:
+        """How its text was made, in words."""
+        saved = "saved" if self.saved >= 0 else "lost"
+        sums = f"its rounds {saved} the time of {abs(self.saved):.1f} plain tokens"
+        if not self.rounds:
+            return "not drafted: among so many texts plain decoding was expected to be faster"
+        if not self.plain:
+            return f"drafted throughout, with others: {sums}"
+        return f"drafted with others but for {self.plain} tokens: {sums}"

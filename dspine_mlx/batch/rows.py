@@ -20,6 +20,7 @@ class Lengths:
     def replace(self, lengths: list[int]) -> None:
         self.host, self.device = lengths, mx.array(lengths, mx.int32)
         self.longest = max(lengths, default=0)
+        self.places = dict[tuple[tuple[int, ...], int | None], mx.array]()
 
     def advance(self, rows: list[int]) -> None:
         self.replace([n + more for n, more in zip(self.host, rows, strict=True)])
@@ -30,6 +31,15 @@ class Lengths:
     def following(self, rows: int) -> mx.array:
         """Positions [B, rows] of each text's next rows."""
         return self.device[:, None] + mx.arange(rows, dtype=mx.int32)
+
+    def place(self, shape: tuple[int, ...], ring: int | None = None) -> mx.array:
+        """Slots for the next rows of this shape [B, heads, n, size], in a ring of so many or in
+        order; the same for all layers of a forward."""
+        if (shape, ring) not in self.places:
+            positions = self.following(shape[2])
+            slots = positions if ring is None else positions % ring
+            self.places[shape, ring] = mx.broadcast_to(slots[:, None, :, None], shape)
+        return self.places[shape, ring]
 
 
 def stacked(rows: mx.array | None, own: mx.array | None, texts: int) -> mx.array | None:
@@ -60,6 +70,8 @@ class RowsKV:
     """mlx-lm's KVCache for several texts, as a model sees it: `offset` [B], `make_mask`,
     `update_and_fetch`. The lengths advance after the forward, when rows have been accepted."""
 
+    ring: int | None = None  # slots after which the first one is used again
+
     def __init__(self, lengths: Lengths):
         self.lengths = lengths
         self.keys: mx.array | None = None  # [B, heads, S, size]
@@ -82,15 +94,11 @@ class RowsKV:
         """Slots that a forward over so many rows may see."""
         return self.lengths.longest + rows
 
-    def slot_of(self, positions: mx.array) -> mx.array:
-        return positions
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write rows [B, heads, n, size] after each text's own; all slots that may be seen."""
-        rows = keys.shape[2]
-        last, at = self.slots(rows), self.slot_of(self.lengths.following(rows))
-        self.keys = written(self.keys, keys, at, last)
-        self.values = written(self.values, values, at, last)
+        last, lengths = self.slots(keys.shape[2]), self.lengths
+        self.keys = written(self.keys, keys, lengths.place(keys.shape, self.ring), last)
+        self.values = written(self.values, values, lengths.place(values.shape, self.ring), last)
         return self.keys[..., :last, :], self.values[..., :last, :]
 
     def make_mask(
@@ -140,13 +148,11 @@ class RingKV(RowsKV):
 
     def __init__(self, lengths: Lengths, window: int, widest: int):
         super().__init__(lengths)
-        self.window, self.ring = window, window + widest - 1
+        self.window = window
+        self.ring: int = window + widest - 1
 
     def slots(self, rows: int) -> int:
         return min(self.ring, super().slots(rows))
-
-    def slot_of(self, positions: mx.array) -> mx.array:
-        return positions % self.ring
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -165,7 +171,7 @@ class RingKV(RowsKV):
             return
         keys, values = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
         n = min(length, self.window, keys.shape[2])
-        slots = mx.arange(length - n, length, dtype=mx.int32)[None] % self.ring
+        slots = mx.arange(length - n, length, dtype=mx.int32)[None, None, :, None] % self.ring
         last = min(self.ring, length)
         self.append(
             written(None, keys[..., -n:, :], slots, last),
@@ -190,10 +196,10 @@ def held(array: mx.array | None, rows: int) -> mx.array | None:
 
 def written(array: mx.array | None, rows: mx.array, slots: mx.array, least: int) -> mx.array:
     """An array [B, heads, S, size] of at least `least` slots, with rows [B, heads, n, size] in its
-    slots [B, n]."""
+    slots, which have their shape or can be broadcast to it."""
     if array is None:
         array = mx.zeros((*rows.shape[:2], rounded(least), rows.shape[3]), rows.dtype)
     elif array.shape[2] < least:
         array = with_slots(array, rounded(least))
     assert array is not None
-    return mx.put_along_axis(array, slots[:, None, :, None], rows, axis=2)
+    return mx.put_along_axis(array, slots, rows, axis=2)

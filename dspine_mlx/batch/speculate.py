@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from dspine_mlx.batch.batch import Batch
 from dspine_mlx.batch.policy import BatchPolicy
+from dspine_mlx.batch.select import nothing
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.round.accept import TargetLogits, best_tokens, match_best
 from dspine_mlx.round.select import Draft
@@ -24,15 +25,18 @@ Outcome = tuple[int, int]  # accepted tokens, and the one that follows them
 
 def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
     """One round: a block of at least one token for each text."""
-    texts, started = list(batch.texts), time.perf_counter()
-    proposals = batch.propose(policy.slots(texts, batch.depth))
-    drafts = [
-        text.select(p, policy.needs_evidence) for text, p in zip(texts, proposals, strict=True)
-    ]
+    texts = list(batch.texts)
+    batch.cancel()
+    if policy.copies_only:
+        drafts, started = [nothing() for _ in texts], time.perf_counter()
+    else:
+        batch.draft_for(policy.drafted(texts, batch.depth))
+        started = time.perf_counter()
+        drafts = batch.draft(policy.slots(texts, batch.depth), policy.needs_evidence)
     mx.eval([[draft.tokens, draft.evidence, draft.greedy_path] for draft in drafts])
     drafted = time.perf_counter()
 
-    lengths = policy.lengths(texts, drafts, batch.depth)
+    drafts, lengths = policy.choose(texts, drafts, batch.depth)
     lengths = [
         text.permitted(draft, length)
         for text, draft, length in zip(texts, drafts, lengths, strict=True)
@@ -51,11 +55,19 @@ def speculate(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         blocks.append(text.go_on(block))
     batch.accept([len(block) for block in blocks])
     accepted = [
-        text.text.statistics.record(length, block)
-        for text, length, block in zip(texts, lengths, blocks, strict=True)
+        count(text, length, block, draft)
+        for text, length, block, draft in zip(texts, lengths, blocks, drafts, strict=True)
     ]
     policy.learn(texts, lengths, accepted, drafted - started, time.perf_counter() - drafted)
     return blocks
+
+
+def count(text: BatchText, length: int, block: list[Token], draft: Draft) -> int:
+    """Take note of a text's block; how many drafted tokens of it were accepted."""
+    if len(draft.tokens):
+        return text.text.statistics.record(length, block, draft.copied is not None)
+    text.text.statistics.plain += 1
+    return 0
 
 
 def accept(

@@ -3,19 +3,23 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.round.accept import TargetLogits, accept
+from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, select
 from dspine_mlx.round.text import Text, Token
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.chances import Chances
 
 T = TypeVar("T")
+Sampling: TypeAlias = tuple[float, ...] | None  # settings of a sampler
+GREEDY: Sampling = ()
 
 
 @dataclass(eq=False)
@@ -31,22 +35,31 @@ class BatchText:
     left: float  # tokens that may still come
     key: mx.array | None = None  # its random state; None: it draws from `mx.random`'s
     most: float = float("inf")  # drafted tokens that a round may offer
+    newest: int = -1  # its newest token, once it is in a batch
     over: bool = False
     failure: Exception | None = None
 
     def __post_init__(self) -> None:
         slots = self.text.drafter.config.num_proposals
         self.chances = Chances(uncalibrated(slots))
+        self.plainly_greedy = self.sampling == GREEDY
 
     @property
     def anchor(self) -> mx.array:
         """The newest token [1], which has no row yet."""
-        return self.text.anchor
+        return mx.array([self.newest], mx.uint32)
 
-    @property
-    def plainly_greedy(self) -> bool:
-        """Whether its tokens are the best ones of the target's own logits."""
-        return self.text.sampler is greedy_sampler and not self.text.processors
+    @cached_property
+    def sampling(self) -> Sampling:
+        """How it picks from the target's own logits: texts of the same kind are sampled in one
+        call. None: by code, draws or processors of its own."""
+        s = self.text.sampler
+        if s is greedy_sampler and not self.text.processors:
+            return GREEDY
+        shares = isinstance(s, Sampler) and not s.seeded and s.xtc_probability == 0
+        if self.key is not None or self.text.processors or not shares:  # XTC: one coin per call
+            return None
+        return s.temp, s.top_p, s.min_p, s.min_tokens_to_keep, s.top_k
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -62,6 +75,14 @@ class BatchText:
         finally:
             self.key = mx.array(mx.random.state[0])
             mx.random.state[0][:] = others
+
+    @property
+    def draft_temperature(self) -> float | None:
+        """What drafts are drawn at, 0 for greedy ones; None: by a rule of the text's own."""
+        sampler = self.text.draft_sampler
+        if sampler is None:
+            return 0.0
+        return None if sampler.seeded or sampler.truncates or self.key is not None else sampler.temp
 
     def select(self, proposal: AnyProposal, with_evidence: bool) -> Draft:
         text = self.text
@@ -114,5 +135,9 @@ class BatchText:
         """The text grows by a block, whose last token is the next anchor."""
         self.left -= len(block)
         self.over = self.left < 1 or self.text.ends_with(block) or self.failure is not None
-        self.text.pending = mx.array([block[-1][0]], mx.uint32)
+        self.newest = block[-1][0]
         return block
+
+    def settle(self) -> None:
+        """Hand the newest token back to the text, which leaves the batch."""
+        self.text.pending = self.anchor

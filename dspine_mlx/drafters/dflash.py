@@ -19,13 +19,13 @@ from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.method import Layout, Method, Names, same
+from dspine_mlx.drafters.network import Caches, Network
 from dspine_mlx.drafters.proposal import SlotwiseProposal
+from dspine_mlx.drafters.proposals import Proposals, flat
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
-
-Caches = list[KVCache] | list[DraftRows]  # of one text or several, one per draft layer
 
 
 class ContextAttention(nn.Module):
@@ -152,7 +152,7 @@ class DraftLayer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-class DFlash(nn.Module):
+class DFlash(Network):
     """The parallel backbone. Embedding and LM head are the target's, lent for every proposal and
     never copied (see `bind`), unless a checkpoint has its own.
 
@@ -163,8 +163,7 @@ class DFlash(nn.Module):
     layer_class: type[DraftLayer] = DraftLayer
 
     def __init__(self, config: DrafterConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         target_size = config.target_hidden_size or config.hidden_size
         self.feature_size = len(config.target_layer_ids) * target_size
         self.fc = nn.Linear(self.feature_size, config.hidden_size, bias=False)
@@ -216,9 +215,6 @@ class DFlash(nn.Module):
         """Map candidates to the target's token ids."""
         return self.d2t[ids] if "d2t" in self else ids
 
-    def make_cache(self) -> list[KVCache]:
-        return [KVCache() for _ in self.layers]
-
     def context(self, features: mx.array) -> mx.array:
         """Turn target features [B, n, m*d] into context rows [B, n, d]."""
         if features.shape[1] == 0:  # quantised products with no rows crash on the CPU
@@ -226,7 +222,6 @@ class DFlash(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     def extend(self, features: mx.array, cache: Caches) -> None:
-        """See `Drafter.extend`."""
         context = self.context(features)
         for layer, c in zip(self.layers, cache, strict=True):
             layer.self_attn.keys_and_values(context, c)
@@ -282,13 +277,17 @@ class DFlash(nn.Module):
         slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         """Propose for several texts with one run of the layers and one product with the head."""
         states = self.backbone(anchors[:, None], features, cache, target, slots)
-        logits = target.head(states.reshape(-1, states.shape[-1]))
-        logits = logits.reshape(*states.shape[:2], -1)
-        texts = zip(anchors, states, logits, strict=True)
-        return [self.proposal(*text, kernels) for text in texts]
+        logits = target.head(flat(states)).reshape(*states.shape[:2], -1)
+        return self.proposals(anchors, states, logits, kernels)
+
+    def proposals(
+        self, anchors: mx.array, states: mx.array, logits: mx.array, kernels: Kernels
+    ) -> Proposals:
+        """See `proposal`; of several texts, with a leading axis."""
+        return Proposals(self.slotwise(logits))
 
     def proposal(
         self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF

@@ -15,6 +15,7 @@ from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash, DraftLayer
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.proposals import Proposals, flat
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.drafters.top_k import rank
 from dspine_mlx.errors import InputError
@@ -170,13 +171,31 @@ class DFlash2(DFlash):
         self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
     ) -> Proposal:
         """T_t[i, j] = U_t(v_j) + B_t(v_i, v_j), in float32. See `DFlash.proposal`."""
-        tokens, base = rank(logits[:, : self.config.num_selectable], self.config)
-        first = mx.broadcast_to(anchor.reshape(1, 1), (1, tokens.shape[1])).astype(tokens.dtype)
-        before = mx.concatenate([first, tokens[:-1]])
+        anchors, states, logits = anchor.reshape(1), states[None], logits[None]
+        return self.joint(anchors, states, logits, kernels).texts()[0]
+
+    def proposals(
+        self, anchors: mx.array, states: mx.array, logits: mx.array, kernels: Kernels
+    ) -> Proposals:
+        """See `DFlash.proposals`."""
+        return Proposals(self.joint(anchors, states, logits, kernels))
+
+    def joint(
+        self, anchors: mx.array, states: mx.array, logits: mx.array, kernels: Kernels
+    ) -> Proposal:
+        """All texts' tables, of anchors [B], states [B, M, d] and logits [B, M, Vd]: a slot's
+        scores depend on no other text, so all slots are one long block."""
+        B, M, _ = logits.shape
+        ids, base = rank(flat(logits)[:, : self.config.num_selectable], self.config)
+        tokens = ids.reshape(B, M, -1)
+        K = tokens.shape[-1]
+        first = mx.broadcast_to(anchors[:, None, None], (B, 1, K)).astype(tokens.dtype)
+        before = mx.concatenate([first, tokens[:, :-1]], axis=1)
         selector = self.candidate_selector
-        after = lookup_all(selector.after(before, states))
-        table = markov_scores(base, after, selector.successors(tokens), kernels)
-        return Proposal(tokens, table[0, 0], table[1:])
+        after = lookup_all(selector.after(flat(before), flat(states)))
+        table = markov_scores(base, after, selector.successors(ids), kernels)
+        table = table.reshape(B, M, K, K)
+        return Proposal(tokens, table[:, 0, 0], table[:, 1:])
 
 
 # speculators' class defaults of what its config.json may leave out

@@ -13,10 +13,11 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.batch.draft_rows import DraftRows
-from dspine_mlx.drafters.chain import AnyProposal, ChainProposal, shared_pool
+from dspine_mlx.drafters.chain import ChainProposal, shared_pool
 from dspine_mlx.drafters.config import DrafterConfig, flatten
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, DFlash
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.drafters.settings import read_flat, section
 from dspine_mlx.drafters.top_k import scale_scores
 from dspine_mlx.errors import InputError
@@ -149,11 +150,11 @@ class Domino(DFlash):
         slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         """See `Drafter.propose_texts`."""
         states = self.backbone(anchors[:, None], features, cache, target, slots)
         texts = zip(states[:, : slots or self.config.num_proposals], anchors, strict=True)
-        return [DominoProposal(self, own, anchor, target) for own, anchor in texts]
+        return Proposals([DominoProposal(self, own, anchor, target) for own, anchor in texts])
 
 
 def read_domino(config: Config, shapes: Shapes) -> dict[str, Any]:

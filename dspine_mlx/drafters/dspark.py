@@ -18,12 +18,15 @@ from dspine_mlx.drafters.dflash import LARGE, TENSORS, DFlash
 from dspine_mlx.drafters.markov_walk import MarkovProposal
 from dspine_mlx.drafters.method import Config, Layout, Method, Shapes, same
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.drafters.top_k import rank, scale_scores
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target.model import Target
+
+POOLS = (64, 1024, POOL)  # that a probe or a calibration tries, and the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,20 @@ class DSpark(DFlash):
             )
         return self.table(anchor, states, logits, kernels)
 
+    def proposals(
+        self, anchors: mx.array, states: mx.array, logits: mx.array, kernels: Kernels
+    ) -> Proposals:
+        """See `DFlash.proposals`. Each text has a pool or a table of its own."""
+        if "markov_head" not in self:
+            return Proposals(self.slotwise(logits, self.confidence_of_texts(states)))
+        texts = zip(anchors, states, logits, strict=True)
+        return Proposals([self.proposal(*text, kernels) for text in texts])
+
+    def confidence_of_texts(self, states: mx.array) -> mx.array | None:
+        """Chances [B, M] of the slots of several texts."""
+        known = [self.confidence(own) for own in states]
+        return mx.stack(known) if all(own is not None for own in known) else None
+
     def table(
         self, anchor: mx.array, states: mx.array, logits: mx.array, kernels: Kernels = OFF
     ) -> Proposal:
@@ -265,11 +282,15 @@ def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
 
 
 def readings(config: DSparkConfig, target: Target) -> dict[str, dict[str, Any]]:
-    """Offer a table, which is cheaper, and good enough if the head seldom promotes low-ranked
-    tokens."""
-    if not config.markov_rank or not config.candidate_pool:
+    """Offer other pools and a table: smaller ones are cheaper, and good enough if the head seldom
+    promotes low-ranked tokens."""
+    if not config.markov_rank:
         return {}
-    return {f"a table of each slot's {config.top_k} best": {"candidate_pool": 0}}
+    V = config.num_draft_tokens
+    sizes = {0: f"a table of each slot's {config.top_k} best"}
+    sizes |= {n: f"a pool of {n}" for n in POOLS if n < V} | {V: "a pool of the whole vocabulary"}
+    own = min(config.candidate_pool, V)
+    return {name: {"candidate_pool": n} for n, name in sizes.items() if n != own}
 
 
 def is_specforge(config: Config, names: Collection[str]) -> bool:

@@ -13,12 +13,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from dspine_mlx.batch.draft_rows import DraftRows
-from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, Caches, DFlash
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.method import Config, Layout, Method, Names, Shapes
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.proposals import Proposals, flat
 from dspine_mlx.drafters.settings import is_nested, read_flat, read_reference, section
 from dspine_mlx.drafters.top_k import rank, scale_scores
 from dspine_mlx.errors import InputError
@@ -163,7 +163,7 @@ class DSpine(DFlash):
         slots: int | None,
         target: Target,
         kernels: Kernels = OFF,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         """See `Drafter.propose_texts`."""
         states, u, receiver = self.injected_backbone(
             anchors[:, None], features, cache, target, kernels, slots
@@ -174,8 +174,7 @@ class DSpine(DFlash):
         pairs = (flat(u[:, 1:]), flat(receiver[:, 1:]), flat(ids[:, :-1]), flat(ids[:, 1:]))
         table = self.transition_table(*pairs, target, kernels)
         table = table.reshape(len(ids), -1, *table.shape[1:])
-        texts = zip(self.tokens(ids), scores[:, 0], table, strict=True)
-        return [Proposal(*text) for text in texts]
+        return Proposals(Proposal(self.tokens(ids), scores[:, 0], table))
 
     def refined(
         self,
@@ -214,11 +213,6 @@ class DSpine(DFlash):
         head, norm = target.head_lookup(ids), self.norm
         scores = transition_scores(u, write, norm.weight, norm.eps, head, kernels)
         return scale_scores(scores, self.config)
-
-
-def flat(rows: mx.array) -> mx.array:
-    """The slots of all texts [B, n, ...] in one row: [B n, ...]."""
-    return rows.reshape(-1, *rows.shape[2:])
 
 
 def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:

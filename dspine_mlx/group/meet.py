@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from dspine_mlx.group.shards import check_rollback, load_part, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.group.watchdog import SECONDS, Watchdog, meeting
 from dspine_mlx.load import load_drafter
+from dspine_mlx.target.row_kernels import untold
 
 RANK = "MLX_RANK"  # MLX's own, which mlx.launch sets
 
@@ -47,6 +48,7 @@ class Group:
         tokenizer_config: dict[str, Any] | None = None,
         kernels: str = "auto",
         draft_quant: int | None = None,
+        told: Callable[[str], None] = untold,
     ) -> tuple[nn.Module, TokenizerWrapper, Drafter]:
         """Rank 0: its part of the target, the tokenizer, and the drafter, or one that drafts
         nothing."""
@@ -58,7 +60,7 @@ class Group:
         if draft is None:
             return module, tokenizer, NoDrafter(target)
         see_whole(target, model)
-        drafter = load_drafter(draft, target, kernels=kernels, draft_quant=draft_quant)
+        drafter = load_drafter(draft, target, kernels=kernels, draft_quant=draft_quant, told=told)
         return module, tokenizer, drafter
 
     def follow(self, model: str, tokenizer_config: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +14,8 @@ from statistics import median
 import mlx.core as mx
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
+from dspine_mlx.batch.costs import BatchCurve
+from dspine_mlx.batch.on_file import batch_costs_on_file
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.channel import HEAD, ROOM
@@ -221,11 +223,14 @@ def verify_rows() -> Iterator[Finding]:
 
 def on_file() -> Iterator[Finding]:
     """Every file of costs and calibrations."""
-    entries = [*costs_on_file(), *calibrations_on_file()]
+    entries = [*costs_on_file(), *batch_costs_on_file(), *calibrations_on_file()]
     detail = f"{len(entries)} files of costs and calibrations in {store.cache_folder()}"
     yield Finding("on file", OK, detail, private=True)
     for cost in costs_on_file():
         yield line("costs", cost.name, cost.pair, cost.problem, cost.days, figures(cost.curve))
+    for batch in batch_costs_on_file():
+        what = batch_figures(batch.curves)
+        yield line("batch costs", batch.name, batch.pair, batch.problem, batch.days, what)
     for one in calibrations_on_file():
         what = in_words(one.modes or {})
         yield line("calibration", one.name, one.pair, one.problem, one.days, what)
@@ -235,8 +240,21 @@ def line(kind: str, name: str, pair: str, problem: str, days: float, what: str) 
     detail = ": ".join(part for part in (pair, what) if part) + f"; {days:.0f} days old"
     if not problem:
         return Finding(kind, OK, detail)
-    again = "it is measured again when needed" if kind == "costs" else "run dspine-mlx calibrate"
+    measured = kind != "calibration"
+    again = "it is measured again when needed" if measured else "run dspine-mlx calibrate"
     return Finding(kind, NOTE, f"{detail}; {problem}", f"delete {name}; {again}")
+
+
+def batch_figures(curves: Sequence[BatchCurve]) -> str:
+    """What a token of each text takes by plain decoding, and a verify forward of all rows."""
+    if not curves:
+        return ""
+    cells = [
+        f"{one.texts} {1e3 * one.curve.plain[0]:.1f} and {1e3 * one.curve.verify[0][-1]:.1f} ms"
+        for one in curves
+    ]
+    rows = len(curves[0].curve.verify[0])
+    return f"plain steps, and verify forwards of {rows} rows per text, by texts: {', '.join(cells)}"
 
 
 def figures(curve: Curve | None) -> str:

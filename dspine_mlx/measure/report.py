@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dspine_mlx.batch.on_file import batch_costs_on_file
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO, load, resolve
@@ -83,6 +84,7 @@ def bundle(
         "races": [race.as_dict() for race in races_on_file()],
         "exact_checks": list(checks_on_file()),
         "costs": [asdict(entry) for entry in costs_on_file()],
+        "batch_costs": [asdict(entry) for entry in batch_costs_on_file()],
         "calibrations": [asdict(entry) for entry in calibrations_on_file()],
         "bench": measure(pair) if bench and pair is not None else None,
     }

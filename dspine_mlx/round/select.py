@@ -134,8 +134,8 @@ def foreseen_chain(proposal: ChainProposal, sampler: Sampler, stops: Stops) -> D
 
 
 def tokens_on(proposal: Proposal | ChainProposal, path: mx.array) -> mx.array:
-    """A path's tokens: [M]."""
-    return mx.take_along_axis(proposal.candidates, path[:, None], axis=1)[:, 0]
+    """A path's tokens: [M], or [B, M] of several texts."""
+    return mx.take_along_axis(proposal.candidates, path[..., None], axis=-1)[..., 0]
 
 
 def evidence(
@@ -147,5 +147,5 @@ def evidence(
 
 
 def few(probs: mx.array) -> mx.array:
-    """Probs [M, K] as they are, or the top one [M] of many."""
+    """Probs [..., M, K] as they are, or the top one [..., M] of many."""
     return probs if probs.shape[-1] <= FEW else probs.max(axis=-1)

@@ -32,12 +32,18 @@ class Batching:
         self.options, self.calls = options, calls
         self.batch: Callable[[], DraftingBatch | None] = lambda: None  # a weak reference
 
-    def choose_path(self, args: Arguments, batchable: Callable[[Arguments], bool]) -> None:
+    def choose_path(
+        self, args: Arguments, images: bool, batchable: Callable[[Arguments], bool]
+    ) -> None:
         """Choose the drafter whose batch a request joins; None is mlx_lm's own batch. A request
-        that can't be batched is decoded in turn."""
+        that can't be batched is decoded in turn, and one with images without drafting."""
         call = args.call
         wanted = self.provider.draft_for(args.model)
-        call.drafted = wanted is not None and call.verify_length != 0
+        call.drafted = wanted is not None and call.verify_length != 0 and not images
+        if images:  # whatever drafter is loaded stays
+            call.path = "plain"
+            args.model = replace(args.model, draft=wanted)
+            return
         for draft in self.batches_for(args, wanted):
             args.model = replace(args.model, draft=draft)
             if batchable(args):

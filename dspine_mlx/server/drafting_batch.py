@@ -18,8 +18,8 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, wired_limit
 
 from dspine_mlx.batch.batch import Batch
 from dspine_mlx.batch.plain import decode_plainly
+from dspine_mlx.batch.policies import batch_policy
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength
-from dspine_mlx.batch.scheduled import batch_policy
 from dspine_mlx.batch.speculate import speculate
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters.drafter import Drafter
@@ -207,9 +207,9 @@ class DraftingBatch:
     def join(self, job: Job) -> None:
         job.call.path = "batched"
         if self.alone is not None and self.alone.job is job:
-            text, self.alone = self.alone.join(), None
+            text, self.alone = self.alone.join(self.options.lookup), None
         else:
-            text = job.among_others()
+            text = job.among_others(self.options.lookup)
         self.batch.join(text)
         self.policy.join(text, len(self.batch.texts), self.batch.depth)
 

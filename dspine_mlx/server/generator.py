@@ -214,7 +214,8 @@ class ResponseGenerator(host.ResponseGenerator):
         if args.call.failure is not None:
             reply.put(args.call.failure)
             return None
-        self.batching.choose_path(args, self._is_batchable)
+        images = any(image_parts(request.messages))
+        self.batching.choose_path(args, images, self._is_batchable)
         return self.calls.take(reply, request, args)
 
     def next_in_step(self, timeout: float | None) -> tuple | None:

@@ -105,9 +105,11 @@ class Job:
             return None
         return random_state(self.settings.sampler, self.settings.seed, self.budget - self.left)
 
-    def among_others(self) -> BatchText:
-        """Its text, for a batch."""
+    def among_others(self, lookup: bool) -> BatchText:
+        """Its text, for a batch; lookup: whether copies may be offered."""
         assert self.text is not None
+        if lookup and self.text.lookup is None:
+            self.text.lookup = Lookup(self.settings.stops, self.tokens)
         most = self.settings.verify_length
         self.shared = BatchText(self.text, self.left, self.random_state)
         if isinstance(most, int):
@@ -163,8 +165,8 @@ class Alone:
         self.others: mx.array | None = None  # `mx.random`'s state outside this text
         self.policy = policy_for(job.settings.verify_length, drafter, self.text.sampler)
         self.policy.start_text(self.text.statistics, self.text.sampler, self.text.position)
-        if lookup:
-            self.text.lookup = Lookup(frozenset(self.text.stops), job.tokens)
+        if lookup and self.text.lookup is None:
+            self.text.lookup = Lookup(self.text.stops, job.tokens)
         look_up(self.text, self.policy)
         if job.settings.seed is not None:
             self.others = mx.array(mx.random.state[0])
@@ -184,7 +186,7 @@ class Alone:
         among others."""
         return self.newest is None or not self.newest[2]
 
-    def join(self) -> BatchText:
+    def join(self, lookup: bool) -> BatchText:
         """The text for a batch, which has to be at a block's end."""
         self.stop()
         text = self.text
@@ -192,8 +194,7 @@ class Alone:
             text.rows, text.pending = 0, mx.array([self.newest[0]], mx.uint32)
         text.roll_back()
         text.context.catch_up()
-        text.lookup = None
-        return self.job.among_others()
+        return self.job.among_others(lookup)
 
     def finish(self) -> list[Any]:
         """Its caches, which hold all of its text."""

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from dspine_mlx.batch.generation import why_alone
-from dspine_mlx.batch.scheduled import batch_policy
+from dspine_mlx.batch.policies import batch_policy
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.meet import meet
@@ -231,7 +231,9 @@ class Provider(host.ModelProvider):
         if path not in self.drafters:
             try:
                 target = self.model if self.part is None else self.part
-                drafter = load_drafter(path, target, kernels=self.options.kernels)
+                drafter = load_drafter(
+                    path, target, kernels=self.options.kernels, told=logging.info
+                )
                 auto = self.options.verify_length == "auto"
                 prepare(drafter, profile=self.options.profile and auto)
                 if self.part is None and why_alone(drafter) is None:

@@ -11,7 +11,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from dspine_mlx.metal.attention import Attended, attention_limits, parts_of
-from dspine_mlx.metal.exact_attention import FORMS, ROWS, ExactAttention, attend_apart, exact_limits
+from dspine_mlx.metal.exact_attention import (
+    AS_HEADS,
+    FORMS,
+    ROWS,
+    ExactAttention,
+    attend_apart,
+    exact_limits,
+)
 from dspine_mlx.target.products import APART, STOCK, Product
 from dspine_mlx.target.race import TIMED_BYTES, Race, Verdict, same_bits
 from dspine_mlx.target.verdicts import AttentionShape
@@ -45,9 +52,11 @@ def attention_verdict(race: Race, shape: AttentionShape, rows: int) -> Verdict:
     """Race for one kind of attention, with `rows` rows."""
     if race.idle:
         return Verdict(STOCK, race.idle)
-    queries, attended = sample(shape, rows, lengths(race.mode, shape.context, rows))
+    queries, attended = sample(shape, rows, lengths(race.mode, shape, rows))
     if race.mode != "exact":
-        attended.append(windowed(attended[0], rows))
+        behind = windowed(attended[0], rows)
+        added = mx.where(behind.mask, 0, -mx.inf).astype(shape.mlx_dtype)
+        attended += [behind, behind._replace(mask=added)]
     entrants = candidates(race, queries, attended)
     if entrants == [STOCK]:
         return Verdict(STOCK, "no kernel serves it")
@@ -56,12 +65,21 @@ def attention_verdict(race: Race, shape: AttentionShape, rows: int) -> Verdict:
     return race.choose(right, seconds, tuple(rejected))
 
 
-def lengths(mode: str, context: int, rows: int) -> list[int]:
+def lengths(mode: str, shape: AttentionShape, rows: int) -> list[int]:
     """Numbers of keys to check. The number of MLX's blocks grows with the keys: if both ends of a
-    stretch have the same, so has all between."""
+    stretch have the same, so has all between.
+
+    Over a quantised cache, what counts is whether the keys of the rows make parts of one length: at
+    both ends, they don't if MLX makes 32 parts, and then if it makes 8.
+    """
+    begin = shape.context
     if mode != "exact":
-        return [context]
-    return [context + rows, EXACT[EXACT.index(context) + 1] - 1]
+        return [begin]
+    end = EXACT[EXACT.index(begin) + 1]
+    if not shape.bits:
+        return [begin + rows, end - 1]
+    low, high = -(-(begin + rows) // 32) * 32, (end - rows) // 32 * 32
+    return [key + rows // 2 for key in (low, low + 8, high, high - 24)]
 
 
 def sample(shape: AttentionShape, rows: int, keys: list[int]) -> tuple[mx.array, list[Attended]]:
@@ -103,6 +121,7 @@ def candidates(race: Race, queries: mx.array, attended: list[Attended]) -> list[
         served = attention_limits(queries, first) is None
         return [STOCK, *(parts_of(first.length) if served else ())]
     products: list[Product] = [STOCK, APART]
+    products += [product for product in AS_HEADS if product.limits(queries, first) is None]
     if exact_limits(queries, first) is None:
         form = next((f for f in FORMS if has_form(f, queries, attended)), None)
         products += [ExactAttention(*form, rows) for rows in ROWS] if form else []

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from dspine_mlx.metal.attention import Attended, Parts, attend
-from dspine_mlx.metal.exact_attention import ExactAttention, attend_apart
+from dspine_mlx.metal.exact_attention import AsHeads, ExactAttention, attend_apart
 from dspine_mlx.metal.experts import ExactExperts, Experts, gather, gather_apart
 from dspine_mlx.metal.rows import Matrix, Tile, multiply
 from dspine_mlx.metal.rows_exact import Exact, Form, apart
@@ -79,6 +79,7 @@ KINDS: dict[str, type[Product]] = {
     "exact": Exact,
     "attention": Parts,
     "exact_attention": ExactAttention,
+    "as_heads": AsHeads,
     "exact_experts": ExactExperts,
 }
 NAMES = {kind: name for name, kind in KINDS.items()}
@@ -97,6 +98,8 @@ def name(product: Product) -> str:
         return f"attention in {product.parts} parts"
     if isinstance(product, ExactAttention):
         return f"exact attention in {product.blocks} blocks"
+    if isinstance(product, AsHeads):
+        return f"rows as heads, keys in {product.parts} parts"
     return kind
 
 

@@ -7,14 +7,13 @@ parameters, plain decoding and prefill stay as they are.
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from dspine_mlx.metal.rows import MAX_ROWS, Matrix
@@ -22,24 +21,24 @@ from dspine_mlx.target import checked_widths, equal_rows
 from dspine_mlx.target import verdicts as on_file
 from dspine_mlx.target.attention_race import attention_verdict, contexts
 from dspine_mlx.target.checked_widths import check_key
-from dspine_mlx.target.equal_rows import (
-    blas_differs,
-    differing_widths,
-    unequal_widths,
-)
+from dspine_mlx.target.equal_rows import Packing, blas_differs, compared_widths, differing_widths
 from dspine_mlx.target.model import Target
-from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock, to_dict
+from dspine_mlx.target.products import APART, STOCK, Product, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
-from dspine_mlx.target.row_attention import Chosen, RowAttention, set_class, shapes_of
+from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
+from dspine_mlx.target.row_layers import linear_layers, swapped
+from dspine_mlx.target.swap import swapping
 from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
-EXACT_SECONDS = 60.0  # in exact mode, whose check takes longer, and is due again after every race
-SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # over the ranks of a group
-SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMED)
-LINEAR = (nn.QuantizedLinear, nn.Linear, *SHARDED)
-EMBEDDINGS = (nn.QuantizedEmbedding, nn.Embedding)
+EXACT_SECONDS = 60.0  # in exact mode, where the check is due again after every race
+CHECK_SECONDS = 60.0  # the check stops after about this long; the next load goes on
+
+Told = Callable[[str], None]
+
+
+def untold(what: str) -> None: ...
 
 
 class RowKernels:
@@ -92,25 +91,30 @@ class RowKernels:
             self.verdicts |= {k: v for k, v in known.items() if k[0] in wanted}
 
     def expect_caches(self, bits: int, group_size: int) -> None:
-        """Race attention to caches of this packing, too, at the widths that were settled before."""
-        raced = self.races and self.race.machine.metal and not self.exact
+        """Race attention to caches of this packing, too, at the widths that were settled before. In
+        exact mode, check the target once more where rows won't attend one by one."""
+        raced = self.races and self.race.machine.metal
         if raced and (bits, group_size) not in self.packings:
             with self.target.ranks.together(do="caches", bits=bits, group_size=group_size):
                 self.race_caches(bits, group_size)
 
     def race_caches(self, bits: int, group_size: int) -> None:
         """Every rank's part of `expect_caches`."""
-        self.packings.add((bits, group_size))
+        packing = Packing(bits, group_size)
+        self.packings.add(packing)
         plain = {shape._replace(context=0) for shape in self.attention if not shape.bits}
-        packed = [
-            shape._replace(bits=bits, group_size=group_size) for shape in plain if not shape.sinks
-        ]
-        self.know(packed)
+        self.know(shape._replace(**packing._asdict()) for shape in sorted(plain) if not shape.sinks)
         self.settle(self.widths)
+        if self.exact and self.chosen(packing):
+            passed = self.checked - set(self.unequal)
+            self.checked -= passed
+            self.check(passed, packing=packing)
 
-    def settle(self, widths: Iterable[int], seconds: float | None = None) -> None:
+    def settle(
+        self, widths: Iterable[int], seconds: float | None = None, told: Told = untold
+    ) -> None:
         """Race each shape at each number of rows without a verdict, the coarse steps of widths
-        first, until the time is up. What is not raced is left to stock."""
+        first, until the time is up. What is not raced is left to stock. told: what is done now."""
         if not self.races:
             return
         asked = {w for w in widths if 2 <= w <= MAX_ROWS}
@@ -124,6 +128,7 @@ class RowKernels:
                     continue
                 if self.race.clock() - begun > limit:
                     break
+                told(f"Racing kernels for verify rows, once per target: {rows} rows")
                 new[shape, rows] = self.raced(shape, rows)
         found = self.target.ranks.gathered(on_file.to_json(self.verdicts | new))
         self.verdicts = on_file.common(found, set(self.all_shapes))
@@ -176,37 +181,55 @@ class RowKernels:
         multiply as the race decided for the number of rows they get. One row is plain decoding, and
         more than 32 are left to MLX: nothing is swapped. Every exit restores the classes."""
         swaps = self.swaps.get(rows, [])
-        classes = [type(layer) for layer, _ in swaps]
-        try:
-            for layer, cls in swaps:
-                set_class(layer, cls)
+        with swapping(swaps):
             yield
-        finally:
-            for (layer, _), cls in zip(swaps, classes, strict=True):
-                set_class(layer, cls)
 
-    def check(self, widths: Iterable[int], depths: Collection[int] | None = None) -> None:
+    def check(
+        self,
+        widths: Iterable[int],
+        depths: Collection[int] | None = None,
+        packing: Packing | None = None,
+        told: Told = untold,
+    ) -> None:
         """In exact mode, compare verify forwards of these widths with as many one-row forwards, bit
-        for bit. A width may not be used until it has passed. Results are kept in the folder."""
-        asked = {w for w in widths if w > 1} - self.checked if self.exact else set()
-        if not asked:
+        for bit, the narrowest first, until the time is up. A width may not be used until it has
+        passed. Results are kept in the folder. packing: of KV caches. told: what is done now."""
+        done = self.checked if packing is None else set()
+        asked = {w for w in widths if w > 1} - done
+        if not self.exact or not asked:
             return
         depths, key, known = depths or equal_rows.DEPTHS, {}, {}
         if self.folder is not None:
             products = self.key | {"products": self.digest}
+            if packing is not None:
+                products["caches"] = [*packing, *self.chosen(packing)]
             key = check_key(self.target.model, products, depths)
             known = checked_widths.read(self.folder, key)
         found = self.target.ranks.gathered(json.dumps(sorted(known)))
         on_all = set.intersection(*(set(json.loads(widths)) for widths in found))
         known = {width: known[width] for width in on_all}
-        new = asked - known.keys()
+        new = sorted(asked - known.keys())
         if new:
-            unequal = unequal_widths(self.target, new, self.verifying, depths)
-            known |= {width: unequal.get(width, "") for width in new}
+            known |= self.compared(new, depths, packing, told)
             if self.folder is not None:
                 checked_widths.write(self.folder, key, known)
-        self.unequal |= {width: known[width] for width in asked if known[width]}
-        self.checked |= asked
+        self.unequal |= {width: known[width] for width in asked & known.keys() if known[width]}
+        self.checked |= asked & known.keys()
+
+    def compared(
+        self, widths: list[int], depths: Collection[int], packing: Packing | None, told: Told
+    ) -> dict[int, str]:
+        """Compare as many widths as the time allows, on every rank the same."""
+        begun, found = self.race.clock(), {}
+        doing = "Checking that verify rows have plain decoding's bits, once per target"
+        told(doing)
+        pairs = compared_widths(self.target, widths, self.verifying, depths, packing)
+        for width, where in pairs:
+            found[width] = where
+            told(f"{doing}: {len(found)} of {len(widths)} widths")
+            if not self.target.ranks.agreed(self.race.clock() - begun <= CHECK_SECONDS):
+                break
+        return found
 
     @property
     def width_limit(self) -> float:
@@ -219,17 +242,23 @@ class RowKernels:
 
     @property
     def digest(self) -> str:
-        """Identifies what runs, for files that depend on it; "" if all is stock."""
-        unsettled = APART if self.exact else STOCK
-        chosen = [
-            [*shape, rows, to_dict(verdict.product)]
-            for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
-            if verdict.product != unsettled and not on_file.is_packed_cache(shape)
-        ]
+        """Identifies what runs, for files that depend on it; "" if all is stock. Quantised caches
+        don't count: costs are measured with caches as they are."""
+        chosen = self.chosen()
         if not chosen and not self.exact:
             return ""
         text = json.dumps([self.race.mode, self.key["kernels"], chosen])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def chosen(self, packing: Packing | None = None) -> list[Any]:
+        """What runs and is not stock, or in exact mode rows apart: without quantised caches, or all
+        that concerns caches of one packing."""
+        unsettled = APART if self.exact else STOCK
+        return [
+            [*shape, rows, to_dict(verdict.product)]
+            for (shape, rows), verdict in on_file.sorted_items(self.verdicts)
+            if verdict.product != unsettled and on_file.packing_of(shape) == packing
+        ]
 
     def promise(self) -> str:
         """What verify forwards promise about plain decoding's bits, in a sentence."""
@@ -284,10 +313,16 @@ class RowKernels:
 
 
 def prepare(
-    target: Target, mode: str, widths: Iterable[int], folder: Path | None, newest: bool = False
+    target: Target,
+    mode: str,
+    widths: Iterable[int],
+    folder: Path | None,
+    newest: bool = False,
+    told: Told = untold,
 ) -> RowKernels:
     """Race the kernels of a target whose verify forwards have these widths and, in exact mode,
-    check them. Verdicts are kept in a folder. newest: see `Race`.
+    check them. Verdicts are kept in a folder. newest: see `Race`. told: called with what is done
+    now, in a few words, as it may take minutes.
 
     Without Metal, "auto" races an unpacked product at the widths at which an optimised BLAS gives
     other bits than plain decoding anyway.
@@ -300,44 +335,6 @@ def prepare(
         if not target.ranks.agreed(not kernels.lacks(asked)):  # testing the target takes seconds
             machine = replace(machine, differing=differing_widths(target, asked))
     kernels = RowKernels(target, Race(mode, machine, newest=newest), folder)
-    kernels.settle(asked)
-    kernels.check(asked)
+    kernels.settle(asked, told=told)
+    kernels.check(asked, told=told)
     return kernels
-
-
-def linear_layers(target: Target) -> list[nn.Module]:
-    """Linear layers of the decoder stack, then the LM head: if tied, an embedding with
-    `as_linear`."""
-    layers = [m for m in target.body.modules() if type(m) in LINEAR]
-    head = target.fed_head
-    if type(head) in (EMBEDDINGS if target.tied else LINEAR):
-        layers.append(head)
-    once = {id(layer): layer for layer in layers}
-    return list(once.values())
-
-
-def swapped(
-    cls: type[nn.Module], products: dict[int, Product], unsettled: Product, dtype: mx.Dtype
-) -> type[nn.Module]:
-    """A subclass of a linear layer, or of an embedding that is a head. It multiplies by the entry
-    of `products` for its number of rows, or by `unsettled` without one."""
-    method = "as_linear" if issubclass(cls, EMBEDDINGS) else "__call__"
-    base = getattr(cls, method)
-
-    def multiply(self: nn.Module, x: mx.array) -> mx.array:
-        columns = x.shape[-1]
-        rows = x.size // columns
-        product = products.get(rows, unsettled) if rows > 1 and x.dtype == dtype else STOCK
-        if isinstance(product, Stock):
-            y: mx.array = base(self, x)
-            return y
-        if isinstance(product, Apart):  # by plain decoding's own calls, a layer's bias included
-            each = x.reshape(1, rows, columns).split(rows, axis=1)
-            y = mx.concatenate([base(self, row) for row in each], axis=1)
-            return y.reshape(*x.shape[:-1], -1)
-        y = product(x.reshape(-1, columns), Matrix.of(self)).reshape(*x.shape[:-1], -1)
-        if issubclass(cls, SUMMED):
-            y = mx.distributed.all_sum(y, group=self.group)
-        return y + self.bias if "bias" in self else y
-
-    return type(cls.__name__, (cls,), {method: multiply})

@@ -217,9 +217,11 @@ def sorted_items(verdicts: Verdicts) -> list[tuple[tuple[AnyShape, int], Verdict
     return sorted(verdicts.items(), key=lambda item: (type(item[0][0]).__name__, item[0]))
 
 
-def is_packed_cache(shape: AnyShape) -> bool:
-    """Whether costs don't depend on it: they are measured with caches as they are."""
-    return isinstance(shape, AttentionShape) and shape.bits > 0
+def packing_of(shape: AnyShape) -> tuple[int, int] | None:
+    """(bits, group size) of the quantised caches that an attention reads."""
+    if isinstance(shape, AttentionShape) and shape.bits:
+        return shape.bits, shape.group_size
+    return None
 
 
 def in_words(verdict: Verdict) -> str:

@@ -8,10 +8,11 @@ import pytest
 
 from dspine_mlx.batch import profile
 from dspine_mlx.batch.costs import BatchCosts, BatchCurve, between, guess
-from dspine_mlx.batch.scheduled import Scheduled, batch_policy
-from dspine_mlx.cache_folder import cache_folder
+from dspine_mlx.batch.policies import batch_policy
+from dspine_mlx.batch.scheduled import Scheduled
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.schedule import prepare
+from tests.support.cache import cache_folder
 from tests.support.tiny import tiny_dspine, tiny_target
 
 M = 7
@@ -61,7 +62,8 @@ def test_real_steps_correct_their_own_number_first_and_new_ones_too() -> None:
     costs = BatchCosts([curve_of(1), curve_of(16)])
     before = costs.steps(8, DEPTH)
     for _ in range(60):
-        costs.learn_round(8, 3, 4, 2 * before.draft[2], 1.5 * before.verify[3], DEPTH)
+        costs.learn_draft(8, 3, 2 * before.draft[2], DEPTH)
+        costs.learn_verify(8, 4, 1.5 * before.verify[3], DEPTH)
         costs.learn_plain(8, 1.5 * before.plain, DEPTH)
     after = costs.steps(8, DEPTH)
     assert after.draft[2] == pytest.approx(2 * before.draft[2], rel=0.1)
@@ -77,19 +79,18 @@ def test_real_steps_correct_their_own_number_first_and_new_ones_too() -> None:
 
 
 def test_widths_of_drafts_are_corrected_one_by_one() -> None:
-    costs = BatchCosts([curve_of(4)])
+    costs = BatchCosts([curve_of(1), curve_of(4)])
     before = costs.steps(4, DEPTH).draft
     for _ in range(80):
-        costs.learn_round(4, 1, 1, 0.8 * before[0], 1.5, DEPTH)
-        costs.learn_round(4, M, 1, 1.2 * before[-1], 1.5, DEPTH)
+        costs.learn_draft(4, 1, 0.8 * before[0], DEPTH)
+        costs.learn_draft(4, M, 1.2 * before[-1], DEPTH)
     after = costs.steps(4, DEPTH).draft
     assert after[0] == pytest.approx(0.8 * before[0], rel=0.1)
     assert after[-1] == pytest.approx(1.2 * before[-1], rel=0.1)
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def home() -> Path:
     return cache_folder()
 
 
@@ -117,7 +118,8 @@ def test_costs_are_measured_once_and_kept_on_file(
 
 
 def test_measuring_covers_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are timed, and the others lie between; depth adds one text's seconds for each."""
+    """Some are timed, and the others lie between; depth adds what one text's does for each, but
+    for a factor."""
     monkeypatch.setattr(profile, "SIZES", {1: (1, 2, 4), 3: (1, 2)})
     drafter = tiny_dspine(tiny_target())
     one = Curve((64, 2048), (1.0, 1.5), (0.5, 0.6), ((1.0,) * 8, (1.5,) * 8))
@@ -126,7 +128,11 @@ def test_measuring_covers_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
     for curve in curves:
         low, high = curve.curve.verify
         assert len(low) == drafter.config.num_proposals + 1
-        assert np.subtract(high, low) == pytest.approx([0.5 * curve.texts] * len(low))
+        assert curve.curve.depths == (profile.PROMPT, profile.DEEP)
+        usual = 0.5 * curve.texts * (profile.DEEP - profile.PROMPT) / (2048 - 64)
+        added = np.subtract(high, low)
+        assert (added >= usual / profile.APART - 1e-9).all()
+        assert (added <= profile.APART * usual + np.array(low) / 10 + 1e-9).all()
     first = curves[0].curve.verify[0]
     assert first[2] == pytest.approx((first[1] + first[3]) / 2)
 

@@ -17,19 +17,22 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.batch.generation import Generation
 from dspine_mlx.batch.policy import BatchPolicy, FixedLength
 from dspine_mlx.batch.scheduled import Scheduled
+from dspine_mlx.batch.select import select_texts
 from dspine_mlx.batch.text import BatchText
-from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
+from dspine_mlx.round.speculate import copied
 from dspine_mlx.target.model import Target
-from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.schedule import prepare, schedule_of
 from tests.support.tiny import tiny_dflash, tiny_target
 
 V, TOKENS, COUNT = 6, 3, 640
 STOP = 2  # the tokenizer's end
 PROMPTS = ([1, 2, 3], [4, 5])
+REPEATING = ([1, 2, 3] * 3, [4, 5] * 4)  # of which there is something to copy
 
 
 class Coupled(FixedLength):
@@ -48,6 +51,14 @@ class Narrow(FixedLength):
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
         return 1 + int(sum(text.anchor.item() for text in texts)) % 3
+
+
+class InTurn(FixedLength):
+    """It drafts for some of the texts, by what they were; the others get a token each."""
+
+    def drafted(self, texts: list[BatchText], depth: int) -> list[bool]:
+        at = sum(text.newest for text in texts)
+        return [(at + i) % 3 > 0 for i in range(len(texts))]
 
 
 class Biased(FixedLength):
@@ -94,10 +105,14 @@ def surprise(counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], An
 
 
 def sample(
-    model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter, policy: BatchPolicy
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    drafter: Drafter,
+    policy: BatchPolicy,
+    given: tuple[list[int], list[int]] = PROMPTS,
 ) -> list[float]:
     """The surprise of texts decoded eight at a time, and of their second tokens, by prompt."""
-    prompts = [PROMPTS[i % 2] for i in range(COUNT)]
+    prompts = [given[i % 2] for i in range(COUNT)]
     assert set(tokenizer.eos_token_ids) == {STOP}
     batch = Generation.of(
         model, tokenizer, prompts, drafter, max_tokens=TOKENS, sampler=Sampler(temp=1.0)
@@ -107,7 +122,7 @@ def sample(
     for request, (token, *_) in Decoding(drafter, policy, 8, generation_stream).run(requests):
         texts[id(request)].append(token)
     results = []
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(given):
         counts = Counter(tuple(texts[id(request)]) for request in requests[i::2])
         due = Counter(wanted(model, prompt))
         results += [surprise(counts, due), surprise(seconds(counts), seconds(due))]
@@ -134,11 +149,13 @@ class OneTokenBack(Drafter):
         features: mx.array,
         cache: list[DraftRows],
         slots: int | None = None,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         M, tokens = slots or self.config.num_proposals, mx.arange(V, dtype=mx.uint32)
         candidates = mx.broadcast_to(tokens, (M, V))
         later = mx.broadcast_to(self.table, (M - 1, V, V))
-        return [Proposal(candidates, self.table[anchor], later) for anchor in anchors.tolist()]
+        B = anchors.size
+        candidates, later = (mx.broadcast_to(x, (B, *x.shape)) for x in (candidates, later))
+        return Proposals(Proposal(candidates, self.table[anchors], later))
 
 
 def pair(attention: float) -> tuple[nn.Module, Drafter]:
@@ -159,16 +176,48 @@ def small() -> tuple[nn.Module, Drafter]:
     return pair(attention=0.1)
 
 
-@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "fixed"])
+@dataclass
+class Copying(FixedLength):
+    """Every other round of a text offers a copy, whatever it is worth."""
+
+    rounds: int = 0
+    offered: int = 0
+
+    def join(self, text: BatchText, texts: int, depth: int) -> None: ...
+
+    def choose(
+        self, texts: list[BatchText], drafts: list[Draft], depth: int
+    ) -> tuple[list[Draft], list[int]]:
+        drafts, lengths = list(drafts), self.lengths(texts, drafts, depth)
+        for i, text in enumerate(texts):
+            self.rounds += 1
+            assert text.text.lookup is not None
+            copy = text.text.lookup.draft(2)
+            if copy is not None and self.rounds % 2:
+                drafts[i], self.offered = copied(copy), self.offered + 1
+                lengths[i] = max(0, min(2, text.limit(drafts[i])))
+        return drafts, lengths
+
+
+def test_copies_leave_the_targets_distribution(
+    small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper
+) -> None:
+    (model, drafter), policy = small, Copying(2)
+    mx.random.seed(9)
+    assert max(map(abs, sample(model, tokenizer, drafter, policy, REPEATING))) < 4
+    assert policy.offered > policy.rounds / 4
+
+
+@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "in turn", "fixed"])
 def test_texts_follow_the_targets_distribution(
     small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper, rule: str
 ) -> None:
     model, drafter = small
-    assert drafter.schedule is not None
     policies: dict[str, BatchPolicy] = {
-        "scheduled": Scheduled(drafter.schedule, drafter.config.num_proposals),
+        "scheduled": Scheduled(schedule_of(drafter), drafter.config.num_proposals),
         "coupled": Coupled(2, needs_evidence=True),
         "narrow": Narrow(2),
+        "in turn": InTurn(2),
         "fixed": FixedLength(1),
     }
     mx.random.seed(9)
@@ -180,14 +229,12 @@ def test_a_test_by_other_probs_than_those_drawn_from_is_caught(
     tokenizer: TokenizerWrapper,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    select = BatchText.select
+    def wrong(*args: Any) -> list[Draft]:
+        """q is uniform, and no draft was drawn from that."""
+        drafts = select_texts(*args)
+        return [draft._replace(q=mx.full(draft.candidates.shape, 1 / V)) for draft in drafts]
 
-    def wrong(text: BatchText, proposal: AnyProposal, with_evidence: bool) -> Draft:
-        draft = select(text, proposal, with_evidence)
-        assert draft.q is not None
-        return draft._replace(q=mx.full(draft.q.shape, 1 / V))
-
-    monkeypatch.setattr(BatchText, "select", wrong)
+    monkeypatch.setattr("dspine_mlx.batch.batch.select_texts", wrong)
     mx.random.seed(9)
     model, drafter = small
     assert max(sample(model, tokenizer, drafter, FixedLength(2))) > 6

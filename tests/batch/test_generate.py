@@ -10,11 +10,19 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import dspine_mlx
+from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.verify_length.schedule import prepare
 from tests.support.drafters import EVERY
 from tests.support.texts import Counting, scripted_texts
-from tests.support.tiny import SCRIPTS, Step, plain_steps, random_prompt, same_steps
+from tests.support.tiny import (
+    SCRIPTS,
+    Step,
+    drafter_config,
+    plain_steps,
+    random_prompt,
+    same_steps,
+)
 
 PROMPTS = [random_prompt(n, seed=n) for n in (21, 1, 9, 34, 2, 15, 5)]
 LIMITS = [18, 9, 1, 25, 12, 2, 7]
@@ -89,6 +97,21 @@ def test_one_forward_of_each_per_round(model: nn.Module, tokenizer: TokenizerWra
     assert drafter.calls == 3
 
 
+@pytest.mark.parametrize("length", [2, "auto"])
+def test_a_bidirectional_block_is_drafted_in_full(
+    model: nn.Module, tokenizer: TokenizerWrapper, length: int | str
+) -> None:
+    """Its slots see one another: those of a shorter block would be others, whose chances nobody
+    knows. Fewer of them may be verified."""
+    plain = plain_texts(model, tokenizer, PROMPTS, LIMITS)
+    config = DrafterConfig.from_dict(drafter_config(num_hidden_layers=1, is_causal=False))
+    drafter = scripted_texts(model, whole(PROMPTS, plain), config=config)
+    prepare(drafter, profile=False)
+    ours = together(model, tokenizer, drafter, verify_length=length)
+    assert same(ours, plain) == [True] * len(PROMPTS)
+    assert set(drafter.slots) == {config.num_proposals}
+
+
 SAMPLING: dict[str, dict[str, Any]] = {
     "mlx-lm's sampler": {"sampler": make_sampler(temp=0.8, top_p=0.9)},
     "our sampler": {"sampler": dspine_mlx.Sampler(temp=0.8, top_p=0.9)},
@@ -101,21 +124,23 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("length", [0, 3, "auto"])
-@pytest.mark.parametrize("law", SAMPLING)
+@pytest.mark.parametrize("sampling", SAMPLING)
 def test_seeded_texts_are_those_of_each_alone(
-    model: nn.Module, tokenizer: TokenizerWrapper, law: str, length: int | str
+    model: nn.Module, tokenizer: TokenizerWrapper, sampling: str, length: int | str
 ) -> None:
     """Each has a random state of its own, which the others don't touch."""
     plain = []
     for seed, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
         mx.random.seed(seed)
-        plain.append(plain_steps(model, tokenizer, prompt, max_tokens=limit, **SAMPLING[law]))
+        plain.append(plain_steps(model, tokenizer, prompt, max_tokens=limit, **SAMPLING[sampling]))
     drafter = scripted_texts(model, whole(PROMPTS, plain))
     prepare(drafter, profile=False)
     mx.random.seed(77)
     before = mx.array(mx.random.state[0])
     seeds = list(range(len(PROMPTS)))
-    ours = together(model, tokenizer, drafter, seeds=seeds, verify_length=length, **SAMPLING[law])
+    ours = together(
+        model, tokenizer, drafter, seeds=seeds, verify_length=length, **SAMPLING[sampling]
+    )
     assert same(ours, plain) == [True] * len(PROMPTS)
     assert mx.array_equal(before, mx.random.state[0])
 

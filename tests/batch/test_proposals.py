@@ -7,8 +7,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
 
 from dspine_mlx.batch.draft_rows import DraftLengths, DraftRows
+from dspine_mlx.batch.select import select_texts
+from dspine_mlx.batch.text import BatchText
 from dspine_mlx.drafters import METHODS, method_of
 from dspine_mlx.drafters.chain import AnyProposal, ChainProposal
 from dspine_mlx.drafters.config import DrafterConfig
@@ -18,6 +22,7 @@ from dspine_mlx.drafters.dspark_gemma4 import Gemma4DSpark, Gemma4DSparkConfig
 from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import select
+from dspine_mlx.round.text import Text
 from dspine_mlx.target.model import Target
 from tests.support.drafters import EVERY, kind
 from tests.support.tiny import (
@@ -121,6 +126,70 @@ def test_a_proposal_for_several_texts_is_sampled_like_one_alone() -> None:
             first = draft
     assert mx.array_equal(first.tokens, draft.tokens)
     assert mx.array_equal(first.q, draft.q)
+
+
+@pytest.mark.parametrize("with_evidence", [False, True])
+@pytest.mark.parametrize("name", ["dspine", "dflash", "dflash2", "domino", "dspark"])
+def test_texts_that_share_a_walk_draft_as_each_would_alone(name: str, with_evidence: bool) -> None:
+    """Greedy, tempered, truncating and foreseeing texts in one batch; a tempered one's path is the
+    best of its scores and its share of the noise, slot by slot."""
+    drafter = KINDS[name](tiny_target())
+    rules: list[Any] = [greedy_sampler, Sampler(temp=0.5), Sampler(temp=0.9, top_p=0.8)]
+    rules += [Sampler(temp=1.7), Sampler(temp=0.8, seeded=True)]
+    texts = [a_text(drafter, rule, i) for i, rule in enumerate(rules)]
+    lengths = DraftLengths()
+    rows = [DraftRows(lengths) for _ in drafter.layers]
+    lengths.replace([0] * len(rules))
+    lengths.take_in([2, 3, 1, 3, 2])
+    features = mx.random.normal((5, 3, drafter.network.feature_size), key=mx.random.key(3))
+    proposals = drafter.propose_texts(mx.array([5, 9, 4, 7, 6], mx.uint32), features, rows)
+    assert (proposals.joint is None) == (name in ("domino", "dspark"))
+    mx.random.seed(6)
+    drafts = select_texts(texts, proposals, drafter.kernels, with_evidence)
+    mx.eval([[d.tokens, d.q, d.evidence, d.greedy_path] for d in drafts])
+    mx.random.seed(6)
+    joint = proposals.joint
+    noise = None if joint is None else mx.random.gumbel(joint.ranked().candidates.shape)
+    for i, (text, draft) in enumerate(zip(texts, drafts, strict=True)):
+        alone = text.select(proposals[i], with_evidence)
+        temp = text.draft_temperature
+        if noise is not None and temp:
+            table = proposals[i].ranked()
+            path, row = [], table.first
+            for t in range(len(table.candidates)):
+                path.append(int(mx.argmax(row + temp * noise[i, t]).item()))
+                wanted = mx.softmax(row / temp, axis=-1)
+                assert draft.q is not None
+                assert mx.allclose(draft.q[t], wanted, atol=1e-6)
+                if t + 1 < len(table.candidates):
+                    row = table.transitions[t][path[-1]]
+            picks = [int(own[k].item()) for own, k in zip(table.candidates, path, strict=True)]
+            assert draft.tokens.tolist() == picks
+            assert mx.array_equal(draft.candidates, alone.candidates)
+            compared = [(draft.greedy_path, alone.greedy_path)]
+        else:
+            if temp == 0:
+                assert draft.tokens.tolist() == alone.tokens.tolist()
+                assert draft.q is None
+            compared = [(draft.evidence, alone.evidence)] if temp == 0 else []
+        for mine, other in compared:
+            assert (mine is not None) == with_evidence
+            if mine is not None and other is not None:
+                assert mine.tokens.tolist() == other.tokens.tolist()
+                assert mx.allclose(in_order(mine.chances), in_order(other.chances), atol=1e-6)
+                assert mine.stops == other.stops == {i}
+
+
+def in_order(chances: mx.array) -> mx.array:
+    """A slot's probs [M, K] have no order."""
+    return mx.sort(chances, axis=-1) if chances.ndim == 2 else chances
+
+
+def a_text(drafter: Drafter, sampler: Any, number: int) -> BatchText:
+    caches = [*make_prompt_cache(drafter.target.model), *drafter.make_cache()]
+    text = Text(drafter, caches, sampler, stops=frozenset({number}))
+    key = mx.random.key(number) if isinstance(sampler, Sampler) and sampler.seeded else None
+    return BatchText(text, 100, key)
 
 
 def test_context_kept_from_plain_decoding_is_what_each_text_would_keep() -> None:

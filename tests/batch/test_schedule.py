@@ -79,7 +79,7 @@ def test_the_block_is_the_best_of_all_widths(
     )
     rounds = np.array(chances).reshape(B, R, M).cumprod(axis=-1)
     draft, verify = np.array(seconds[:M]), np.array(seconds[M:])
-    plan = planned(rounds, draft, verify, worth)
+    plan = planned(rounds, np.tile(draft, (B, 1)), verify, worth)  # texts are free: all are drafted
 
     def value(width: int, lengths: tuple[int, ...]) -> float:
         each = [worth * (B + rounds[:, r, :n].sum()) - verify[n] for r, n in enumerate(lengths)]
@@ -95,12 +95,58 @@ def test_the_block_is_the_best_of_all_widths(
     assert (plan.tokens >= 1).all()
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.floats(0.0, 4.0))
+def test_the_texts_drafted_for_are_the_best_of_all_sets(
+    data: st.DataObject, B: int, M: int, worth: float
+) -> None:
+    """Against every set of texts, every width and every length."""
+    chances = data.draw(st.lists(chance, min_size=B * M, max_size=B * M))
+    rows = np.array(chances).reshape(B, 1, M).cumprod(axis=-1)
+    cost = st.floats(0.1, 3.0)
+    draft = np.array(data.draw(st.lists(cost, min_size=B * M, max_size=B * M))).reshape(B, M)
+    verify = np.array(data.draw(st.lists(cost, min_size=M + 1, max_size=M + 1)))
+    plan = planned(rows, draft, verify, worth)
+
+    def value(chosen: tuple[bool, ...], width: int, n: int) -> float:
+        gained = sum(rows[i, 0, :n].sum() for i in range(B) if chosen[i])
+        return float(worth * (B + gained) - verify[n] - draft[sum(chosen) - 1, width - 1])
+
+    sets = [chosen for chosen in product((False, True), repeat=B) if any(chosen)]
+    wanted = max(
+        value(chosen, width, n)
+        for chosen in sets
+        for width in range(1, M + 1)
+        for n in range(width + 1)
+    )
+    chosen = tuple(map(bool, plan.drafted))
+    reached = max(value(chosen, plan.slots, n) for n in range(plan.slots + 1))
+    assert reached >= wanted - 1e-9
+    assert abs(worth * plan.tokens.sum() - plan.seconds - reached) < 1e-9
+    assert (plan.tokens[~plan.drafted] == 1).all()
+
+
+def test_a_text_without_chances_is_left_out() -> None:
+    rounds = np.full((4, 8, 7), 0.8).cumprod(axis=-1)
+    rounds[2] *= 0.02
+    draft = np.arange(1, 5)[:, None] * np.full(7, 0.1)
+    plan = planned(rounds, draft, 1 + 0.05 * np.arange(8), 0.25)
+    assert plan.drafted.tolist() == [True, True, False, True]
+    assert plan.tokens[2] == 1
+    free = planned(rounds, np.full((4, 7), 0.1), 1 + 0.05 * np.arange(8), 0.25)
+    assert free.drafted.all()
+
+
 def test_dear_slots_make_narrow_blocks() -> None:
     """Half of the texts' tokens are right: free slots are drafted as far as rows pay, dear ones
     only where the next token is worth one."""
     rounds = np.full((4, 8, 7), 0.5).cumprod(axis=-1)
     verify = 1 + 0.08 * np.arange(8)
-    assert planned(rounds, np.full(7, 0.5), verify, 0.25).slots == 3
-    assert planned(rounds, 0.5 + 0.1 * np.arange(7), verify, 0.25).slots == 2
-    assert planned(rounds, 0.5 + 0.3 * np.arange(7), verify, 0.25).slots == 1
-    assert planned(rounds, 0.5 + 0.3 * np.arange(7), verify, 0.25, least=7).slots == 7
+
+    def same(draft: np.ndarray) -> np.ndarray:
+        return np.tile(draft, (4, 1))
+
+    assert planned(rounds, same(np.full(7, 0.5)), verify, 0.25).slots == 3
+    assert planned(rounds, same(0.5 + 0.1 * np.arange(7)), verify, 0.25).slots == 2
+    assert planned(rounds, same(0.5 + 0.3 * np.arange(7)), verify, 0.25).slots == 1
+    assert planned(rounds, same(0.5 + 0.3 * np.arange(7)), verify, 0.25, least=7).slots == 7

@@ -58,7 +58,7 @@ def main() -> None:
             {
                 "rounds": len(rounds),
                 "tokens per round, token by token": round(alone.mean(), 3),
-                "tokens a round, as a block": round(block.mean(), 3),
+                "tokens per round, as a block": round(block.mean(), 3),
                 "gain": f"{block.mean() / alone.mean() - 1:.1%}",
             }
         )

@@ -1,4 +1,4 @@
-"""Requests that mean no good, for the soak: wrong types and sizes, bytes that are no HTTP."""
+"""Hostile requests for the soak: wrong types and sizes, and bytes that aren't HTTP."""
 
 import json
 import random

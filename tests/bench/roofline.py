@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3
 
+from dspine_mlx.batch.draft_rows import DraftLengths, DraftRows
+from dspine_mlx.batch.select import select_texts
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine, DSpineConfig
 from dspine_mlx.metal.kernel import OFF, Arrays, Kernel, Kernels, Lookup
@@ -30,6 +33,7 @@ from tests.support.metal_device import KERNELS, emulator, launch
 
 LAUNCH = 2.5e-6  # s, from one small dependent kernel to the next; reported for an M3 Ultra
 CONTEXT = 4  # rows of features that enter the drafter's cache in a round
+TEXTS = 8
 CHIPS = {  # bytes/s, float32 FLOP/s
     "M1": (68e9, 2.6e12),
     "M2 Pro": (200e9, 6.8e12),
@@ -216,6 +220,19 @@ def graph(
     return found
 
 
+def texts_together(drafter: Drafter, anchors: mx.array, features: mx.array) -> list[mx.array]:
+    """The draft round of several texts, all greedy."""
+    lengths = DraftLengths()
+    rows = [DraftRows(lengths) for _ in drafter.layers]
+    lengths.replace([0] * anchors.size)
+    lengths.take_in([CONTEXT] * anchors.size)
+    proposals = drafter.propose_texts(anchors, features, rows)
+    greedy: Any = SimpleNamespace(draft_temperature=0.0, text=SimpleNamespace(stops=frozenset()))
+    drafts = select_texts([greedy] * anchors.size, proposals, drafter.kernels, with_evidence=True)
+    known = [draft.evidence.chances for draft in drafts if draft.evidence is not None]
+    return [*(draft.tokens for draft in drafts), *known]
+
+
 def sections(drafter: Drafter, costs: dict[str, tuple[int, int]]) -> dict[str, list[Operation]]:
     d, a, K, dtype = 4096, 512, 16, mx.bfloat16
     network, kernels, record = drafter.network, drafter.kernels, partial(graph, drafter, costs)
@@ -240,6 +257,11 @@ def sections(drafter: Drafter, costs: dict[str, tuple[int, int]]) -> dict[str, l
         ),
         "whole draft round": record(
             whole, mx.array(7, mx.uint32), mx.zeros((1, CONTEXT, 5 * d), dtype)
+        ),
+        f"whole draft round, {TEXTS} texts": record(
+            partial(texts_together, drafter),
+            mx.arange(TEXTS, dtype=mx.uint32),
+            mx.zeros((TEXTS, CONTEXT, 5 * d), dtype),
         ),
     }
 

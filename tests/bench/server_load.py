@@ -137,8 +137,8 @@ def status_of(server: Server) -> dict[str, int]:
 
 
 def settled(server: Server, seconds: float = 10) -> dict[str, int]:
-    """Status once no request is left, with the fewest threads of some looks: each look is a request
-    and has a thread of its own."""
+    """Status once no request is left. Each look is a request with a thread of its own, so the
+    fewest threads of several looks count."""
     deadline = time.monotonic() + seconds
     while server.request("/health").body["requests"] and time.monotonic() < deadline:
         time.sleep(0.05)

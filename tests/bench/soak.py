@@ -40,7 +40,7 @@ from tests.support.serving import Server, start, wait_until_up
 CHAT = "/v1/chat/completions"
 LONGEST = 24  # tokens of a reply
 ROUND = 20  # requests, or four per client, whose references are made before they are sent
-PATIENCE = 600.0  # seconds, after which a reply will not come: a machine may be busy
+PATIENCE = 600.0  # seconds to wait for a reply: the machine may be busy
 NAMES = ("Tom", "Maria", "Ada", "Lin", "Omar", "Eva")
 THINGS = ("apples", "toys", "books", "stamps", "coins", "shells")
 STEPS = (
@@ -159,7 +159,7 @@ class Draw:
             body |= {"seed": rng.randint(0, 3)} | rng.choice(SAMPLING)
         elif kind < 0.35:
             body |= {"logit_bias": {str(rng.randint(10, 2000)): rng.choice([-100, 4.5])}}
-        elif kind < 0.42:  # mlx_lm counts no cached tokens: a text of its own, from its start on
+        elif kind < 0.42:  # mlx_lm's penalties ignore cached tokens: a text without a known prefix
             text = f"{self.count} {self.question()}"
             body |= {"messages": [{"role": "user", "content": text}], "repetition_penalty": 1.2}
         self.reference.add(body)
@@ -217,7 +217,7 @@ class Soak:
         self.note("hang-ups")
 
     def attack(self, content: bytes, half_close: bool) -> None:
-        """Anything but a 5xx is right; a connection may be closed on bytes that are no HTTP."""
+        """Any answer but a 5xx will do; bytes that aren't HTTP may close the connection."""
         try:
             answer = self.server.raw(content, half_close=half_close)
         except OSError:
@@ -308,7 +308,7 @@ def sum_of(work: Soak) -> int:
 
 
 def grown(result: dict[str, Any]) -> list[str]:
-    """What is more than before by more than a fresh pool's worth."""
+    """What has grown by more than a new thread pool takes."""
     before, after = result["before"], result["after"]
     limits = {name: before[name] for name in ("threads", "descriptors")}
     limits["memory_kb"] = round(1.1 * before["memory_kb"]) + (64 << 10)

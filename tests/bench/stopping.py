@@ -2,9 +2,9 @@
 
     python -m tests.bench.stopping PROMPTS.txt [--texts 8] [--temp 1]
 
-Proposals of the demo pair are recorded; tokens are then drawn from their tables, and stand with the
-drafter's own confidence. Each rule's tokens per second is computed at its own best rate, on the
-published cost curves:
+Proposals of the demo pair are recorded; tokens are then drawn from their tables, and accepted
+with the drafter's own confidence. Each rule's tokens per second is computed at its own best rate,
+on the published cost curves:
 
     threshold  feeds row k while its own gain pays, with no look ahead
     sampled_verify_length  the package's rule: later slots have the greedy path's chances
@@ -32,7 +32,7 @@ GRID = np.exp(np.linspace(np.log(1e-4), 0, 32))
 
 @dataclass
 class Table:
-    q: np.ndarray  # [M, K, K], law of each slot after each predecessor
+    q: np.ndarray  # [M, K, K], distribution of each slot after each predecessor
     c: np.ndarray  # [M, K], chance of each slot after each predecessor
 
 
@@ -58,7 +58,7 @@ def record(path: Path, texts: int, temp: float, every: int = 4) -> list[Table]:
             M, K = proposal.candidates.shape
             start = mx.broadcast_to(proposal.first, (1, K, K))
             q = sampler.draft_probs(mx.concatenate([start, proposal.transitions]))
-            odds = [[log_odds(law) for law in rows] for rows in q.tolist()]
+            odds = [[log_odds(probs) for probs in rows] for rows in q.tolist()]
             tables.append(Table(np.array(q, float), sigmoid(np.clip(odds, -20, 20))))
     return tables
 

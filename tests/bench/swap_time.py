@@ -1,11 +1,12 @@
 """What the swap of layers costs the host: building a verify forward with it, in CPU time.
 
-    MLX_DISABLE_COMPILE=1 python -m tests.bench.swap_time
+    MLX_DISABLE_COMPILE=1 python -m tests.bench.swap_time [--pairs 400]
 
 36 quantised layers, every linear layer and every attention swapped, and stock chosen by each. Pairs
 of runs, with the swap and without, in turn.
 """
 
+import argparse
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +26,7 @@ from dspine_mlx.target.verdicts import AttentionShape
 from tests.support.families import build
 from tests.support.racing import M2
 
-LAYERS, CONTEXT, ROWS, PAIRS = 36, 1100, 8, 400
+LAYERS, CONTEXT, ROWS, WARM = 36, 1100, 8, 5
 
 
 def all_swapped(target: Target) -> RowKernels:
@@ -41,6 +42,9 @@ def all_swapped(target: Target) -> RowKernels:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=400)
+    pairs_asked = parser.parse_args().pairs
     target = Target(build("qwen3", 4, num_hidden_layers=LAYERS))
     kernels, cache = all_swapped(target), make_prompt_cache(target.model)
     mx.eval(target.model(mx.random.randint(0, 2048, (1, CONTEXT)), cache=cache))
@@ -58,11 +62,11 @@ def main() -> None:
 
     contexts = nullcontext, partial(kernels.verifying, ROWS)
     pairs = []
-    for i in range(PAIRS):
+    for i in range(WARM + pairs_asked):
         first, second = (seconds(contexts[(i + j) % 2]) for j in (0, 1))
         pairs.append((second, first) if i % 2 else (first, second))
-    stock, swapped = (1e3 * median(times) for times in zip(*pairs[10:], strict=True))
-    ratio = median(b / a for a, b in pairs[10:])
+    stock, swapped = (1e3 * median(times) for times in zip(*pairs[WARM:], strict=True))
+    ratio = median(b / a for a, b in pairs[WARM:])
     print(f"{len(kernels.swaps[ROWS])} layers swapped; stock {stock:.2f} ms, swap {swapped:.2f} ms")
     print(f"median of the pairs' ratios: {ratio:.3f}")
 

@@ -1,4 +1,4 @@
-"""Which layout a checkpoint has, which tensors, and what is refused with which words."""
+"""How layouts are detected, which tensors they need, and how everything else is refused."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""A drafter's files with anything wrong in them: refused in a sentence, or a drafter that drafts.
+"""Drafter files with anything wrong in them are refused in one sentence, or load and draft.
 
-A failing example is printed with the blob that brings it back (hypothesis's reproduce_failure).
+A failing example is printed with the blob that reproduces it (hypothesis's reproduce_failure).
 """
 
 import json

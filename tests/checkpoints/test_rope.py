@@ -1,4 +1,4 @@
-"""A rope theta that config.json leaves out is named, never assumed in silence."""
+"""A rope theta missing from config.json is reported, never assumed silently."""
 
 import json
 import logging
@@ -47,5 +47,5 @@ def test_a_missing_theta_is_a_note_and_a_warning_at_load(
         ("{}", False),
     ],
 )
-def test_where_a_theta_may_stand(config: str, states: bool) -> None:
+def test_where_a_theta_may_be(config: str, states: bool) -> None:
     assert states_rope_theta(json.loads(config)) == states

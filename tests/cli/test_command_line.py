@@ -1,8 +1,10 @@
-"""The command line as users meet it: separate processes, standard streams, exit status."""
+"""The command line as users meet it: standard streams and exit status."""
 
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,7 +14,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typer.testing import CliRunner
 
-from dspine_mlx.cli import app
+from dspine_mlx.cli import app, main
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
 
@@ -22,15 +24,35 @@ TARGET = str(DEMO / "target")
 PROMPT = "Tom has 4 apples and buys 3 more. How many apples does he have?"
 
 
-def run(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def in_a_process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dspine_mlx.cli", *args],
-        input=stdin,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The whole program in this process, which has imported what takes a second."""
+
+    def call(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["dspine-mlx", *args])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        status = ended.value.code
+        assert isinstance(status, int)
+        return subprocess.CompletedProcess(args, status, *capsys.readouterr())
+
+    return call
 
 
 def wanted(tokenizer: TokenizerWrapper, prompt: str, **options: float) -> str:
@@ -46,14 +68,14 @@ def wanted(tokenizer: TokenizerWrapper, prompt: str, **options: float) -> str:
 
 
 def test_the_pair_that_ships_generates_offline(tokenizer: TokenizerWrapper) -> None:
-    result = run("generate", "-p", PROMPT, "-m", "24", "--verify-length", "5")
+    result = in_a_process("generate", "-p", PROMPT, "-m", "24", "--verify-length", "5")
     assert result.returncode == 0, result.stderr
     assert result.stdout == wanted(tokenizer, PROMPT) + "\n"
     assert "pair that ships with dspine-mlx" in result.stderr
     assert "tokens per round" in result.stderr
 
 
-def test_json_is_the_last_line_and_complete(tokenizer: TokenizerWrapper) -> None:
+def test_json_is_the_last_line_and_complete(run: Run, tokenizer: TokenizerWrapper) -> None:
     arguments = ("-p", "-", "-m", "24", "--json", "--verify-length", "5")
     result = run("generate", *arguments, stdin=PROMPT)
     report = json.loads(result.stdout.splitlines()[-1])
@@ -91,7 +113,7 @@ def test_json_is_the_last_line_and_complete(tokenizer: TokenizerWrapper) -> None
     assert report["generation_tokens"] - given == pytest.approx(0, abs=1)
 
 
-def test_a_seed_gives_mlx_lms_text(tokenizer: TokenizerWrapper) -> None:
+def test_a_seed_gives_mlx_lms_text(run: Run, tokenizer: TokenizerWrapper) -> None:
     result = run("generate", "-p", PROMPT, "-m", "24", "--temp", "0.9", "--seed", "4", "--quiet")
     assert result.stdout == wanted(tokenizer, PROMPT, temp=0.9, seed=4) + "\n"
 
@@ -159,8 +181,8 @@ def test_bad_input_is_refused(arguments: list[str], message: str) -> None:
         raise result.exception
 
 
-def test_errors_are_one_sentence_with_a_status(tmp_path: Path) -> None:
-    bad_input = run("generate", "-p", "a", "--model", str(tmp_path))
+def test_errors_are_one_sentence_with_a_status(run: Run, tmp_path: Path) -> None:
+    bad_input = in_a_process("generate", "-p", "a", "--model", str(tmp_path))
     assert bad_input.returncode == 2
     assert bad_input.stdout == ""
     expected = f"{tmp_path} has no config.json; give the folder of a model or drafter"
@@ -193,7 +215,7 @@ def test_a_failure_is_one_sentence_and_a_traceback_with_debug() -> None:
             assert failed.stderr == "dspine-mlx: the disk is gone\n"
 
 
-def test_a_target_alone_is_decoded_plainly_with_a_hint() -> None:
+def test_a_target_alone_is_decoded_plainly_with_a_hint(run: Run) -> None:
     alone = run("generate", "-p", "a", "-m", "2", "--model", TARGET)
     assert alone.returncode == 0
     hints = [line for line in alone.stderr.splitlines() if "--draft-model" in line]
@@ -204,7 +226,7 @@ def test_a_target_alone_is_decoded_plainly_with_a_hint() -> None:
     assert "--draft-model" not in plain.stderr
 
 
-def test_lookup_needs_no_drafter(tmp_path: Path) -> None:
+def test_lookup_needs_no_drafter(run: Run, tmp_path: Path) -> None:
     """The answer repeats the question's words; it is that of plain decoding."""
     question = ("generate", "-p", "a b c d e f a b c d e f a b", "-m", "24", "--model", TARGET)
     looked = run(*question, "--draft-model", "lookup", "--json")
@@ -219,7 +241,7 @@ def test_lookup_needs_no_drafter(tmp_path: Path) -> None:
     assert "there is no drafter to calibrate" in refused.stderr
 
 
-def test_a_tokenizer_without_a_template_is_said(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_said(run: Run, tmp_path: Path) -> None:
     for file in Path(TARGET).iterdir():
         (tmp_path / file.name).symlink_to(file)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -19,7 +19,7 @@ from dspine_mlx.load import load
 
 FIRST = "Tom has 4 apples and buys 3 more. How many apples does he have?"
 SECOND = "Ali has 52 caps and gives 8 away. How many are left?"
-OPTIONS: dict[str, Any] = {"max_tokens": 24, "verify_length": 5}
+OPTIONS: dict[str, Any] = {"max_tokens": 12, "verify_length": 5}
 Pair = tuple[nn.Module, TokenizerWrapper, Drafter]
 
 

@@ -14,6 +14,8 @@ from dspine_mlx.cli.screen import print_bars, print_table, split
 from dspine_mlx.load import DEMO
 from tests.support.terminal import Terminal, on_terminal, plain
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Tom has 4 apples and buys 3 more. How many apples does he have?"
 SAY = ("generate", "-p", PROMPT, "-m", "40", "--verify-length", "5")
 GREEN, UNDERLINED = "\x1b[32m", "\x1b[4m"
@@ -33,14 +35,27 @@ def piped(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What SAY says of its text."""
+    return json.loads(piped(*SAY, "--json").stdout)
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    """What inspect says of the shipped drafter."""
+    return json.loads(piped("inspect", str(DEMO / "drafter"), "--json").stdout)
+
+
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_a_text_ends_with_five_lines_and_tables_come_after_it(columns: int) -> None:
+def test_a_text_ends_with_five_lines_and_tables_come_after_it(
+    columns: int, report: dict[str, Any]
+) -> None:
     status, output = on_terminal(*SAY, "--explain", "--stats", columns=columns)
     assert status == 0
     text, _, rest = plain(output).partition("accepted  rounds")
     assert rest
     assert "…" not in output
-    report = json.loads(piped(*SAY, "--json").stdout)
     assert report["text"] in text
     last = plain(output).rstrip().splitlines()[-4:]
     names = [line.split()[0] for line in last]
@@ -76,14 +91,13 @@ def test_without_stats_there_is_no_histogram() -> None:
     ids=["colours", "NO_COLOR", "dumb"],
 )
 def test_drafted_tokens_are_marked_and_explained(
-    environment: dict[str, str], style: str | None
+    environment: dict[str, str], style: str | None, report: dict[str, Any]
 ) -> None:
     status, output = on_terminal(
         *SAY, "--show-accepted", "--quiet", columns=80, environment=environment
     )
     assert status == 0
-    text = json.loads(piped(*SAY, "--json").stdout)["text"]
-    assert text in plain(output)
+    assert report["text"] in plain(output)
     legend = "drafted and accepted; the rest is the target's own" in plain(output)
     assert legend == (style is not None)
     for code in (GREEN, UNDERLINED):
@@ -129,10 +143,8 @@ def test_bench_shows_every_figure_whole(
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_inspect_shows_every_figure_whole(columns: int) -> None:
-    drafter = str(DEMO / "drafter")
-    facts = json.loads(piped("inspect", drafter, "--json").stdout)
-    status, output = on_terminal("inspect", drafter, columns=columns)
+def test_inspect_shows_every_figure_whole(columns: int, facts: dict[str, Any]) -> None:
+    status, output = on_terminal("inspect", str(DEMO / "drafter"), columns=columns)
     assert status == 0
     assert fits(plain(output), columns)
     for name in ("parameters", "bytes", "mask_token_id", "proposals"):

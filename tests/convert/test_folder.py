@@ -1,4 +1,4 @@
-"""What goes along with converted weights: where they came from, calibrations, the upload."""
+"""What accompanies converted weights: their origin, calibrations, the upload."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What conversion leaves behind: interrupted, without room, beside paths that exist."""
+"""What conversion leaves when it is interrupted, runs out of room, or meets existing paths."""
 
 import resource
 import signal
@@ -62,7 +62,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(source: Path, tmp_path: P
     for partial in tmp_path.glob(".out.*.partial"):
         with pytest.raises(InputError, match="has no config.json"):
             load_drafter(partial, tiny_target()[0])
-    convert(source, tmp_path / "out")  # and it is in nobody's way
+    convert(source, tmp_path / "out")  # and it blocks nothing
     load_drafter(tmp_path / "out", tiny_target()[0])
 
 

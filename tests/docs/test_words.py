@@ -13,6 +13,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
@@ -67,6 +68,12 @@ def sources() -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
+def files_of_tests() -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path != Path(__file__):
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
 def comments(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -95,6 +102,23 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
 
 
+def values(source: str) -> Iterator[tuple[int, str]]:
+    """Strings of one word: settings, keys."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if " " not in text:
+                yield node.lineno, text
+
+
+def inline_code() -> Iterator[Piece]:
+    """What the pages mark as code in their sentences."""
+    for page in PAGES:
+        for token in MarkdownIt().enable("table").parse((ROOT / page).read_text(encoding="utf-8")):
+            for child in token.children or []:
+                if child.type == "code_inline":
+                    yield page, child.content
+
+
 def names(source: str) -> Iterator[tuple[int, str]]:
     """Functions, classes, arguments, variables and attributes."""
     for node in ast.walk(ast.parse(source)):
@@ -108,18 +132,22 @@ def names(source: str) -> Iterator[tuple[int, str]]:
 # ---- what is found
 
 
-def in_sources(find: Callable[[str], Iterator[tuple[int, str]]]) -> Iterator[Piece]:
-    for path, source in sources():
+def found_in(
+    files: Iterator[tuple[str, str]], find: Callable[[str], Iterator[tuple[int, str]]]
+) -> Iterator[Piece]:
+    for path, source in files:
         for line, text in find(source):
             yield f"{path}:{line}", text
 
 
 AREAS: dict[str, tuple[Callable[[], Iterator[Piece]], re.Pattern[str]]] = {
     "docs": (pages, IN_PROSE),
-    "comments": (lambda: in_sources(comments), IN_PROSE),
-    "docstrings": (lambda: in_sources(docstrings), IN_PROSE),
-    "messages": (lambda: in_sources(messages), IN_PROSE),
-    "names": (lambda: in_sources(names), IN_NAMES),
+    "comments": (lambda: found_in(sources(), comments), IN_PROSE),
+    "docstrings": (lambda: found_in(sources(), docstrings), IN_PROSE),
+    "messages": (lambda: found_in(sources(), messages), IN_PROSE),
+    "names": (lambda: found_in(sources(), names), IN_NAMES),
+    "tests' comments": (lambda: found_in(files_of_tests(), comments), IN_PROSE),
+    "tests' docstrings": (lambda: found_in(files_of_tests(), docstrings), IN_PROSE),
 }
 CLEAN = [*AREAS]  # areas that must stay without these words
 
@@ -129,6 +157,15 @@ def test_retired_words_are_gone(area: str) -> None:
     pieces, retired = AREAS[area]
     found = [f"{where}: {m[0]!r} in {t!r}" for where, t in pieces() for m in retired.finditer(t)]
     assert found == []
+
+
+def test_a_retired_value_is_read_in_one_place_and_explained_in_another() -> None:
+    """Stored runs have it."""
+    law = re.compile(r"\blaws?\b")
+    paths = [*sources(), *((str(p), p.read_text("utf-8")) for p in (ROOT / "recipes").glob("*.py"))]
+    found = [path for path, source in paths for _, text in values(source) if law.search(text)]
+    assert found == ["dspine_mlx/train/config.py"]
+    assert [page for page, code in inline_code() if law.search(code)] == ["docs/training.md"]
 
 
 # ---- they would be found

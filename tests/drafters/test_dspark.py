@@ -125,7 +125,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def rope(x: np.ndarray, start: int) -> np.ndarray:
-    """x: [n, heads, 8], halves rotated; row i stands at position start + i."""
+    """x: [n, heads, 8], halves rotated; row i is at position start + i."""
     angle = (start + np.arange(len(x)))[:, None, None] * 1e4 ** (-np.arange(4) / 4)
     a, b = x[..., :4], x[..., 4:]
     cos, sin = np.cos(angle), np.sin(angle)

@@ -19,7 +19,7 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft, evidence, select
 from dspine_mlx.verify_length.fit import calibrate, record
 from dspine_mlx.verify_length.store import load_calibrations, save_calibrations
-from tests.round.test_losslessness import Toy, chosen, distance, law_of_round, policy
+from tests.round.test_losslessness import Toy, chosen, distance, policy, probs_of_round
 from tests.server.test_grammar import PROMPT, constrained
 from tests.support.bigrams import KNOWING, bigram_target
 from tests.support.drafters import EVERY
@@ -38,8 +38,8 @@ def bigram() -> nn.Module:
 def pair(
     request: pytest.FixtureRequest, model: nn.Module, bigram: nn.Module
 ) -> tuple[nn.Module, Drafter]:
-    """A target and a drafter for it: a random one, nearly all of whose tokens are refused, or one
-    with a good part accepted."""
+    """A target and a drafter for it: a random one, nearly all of whose tokens are rejected, or
+    one that is often right."""
     name = request.param
     if name in EVERY:
         return model, EVERY[name](model)
@@ -66,8 +66,8 @@ def test_greedy_text_is_the_targets(
     pair: Pair, tokenizer: TokenizerWrapper, verify_length: Any
 ) -> None:
     prompt = prompt_for(pair[0], 21)
-    plain = plain_steps(pair[0], tokenizer, prompt, max_tokens=40)
-    ours = steps(pair, tokenizer, prompt, max_tokens=40, verify_length=verify_length)
+    plain = plain_steps(pair[0], tokenizer, prompt, max_tokens=24)
+    ours = steps(pair, tokenizer, prompt, max_tokens=24, verify_length=verify_length)
     assert same_steps(ours, plain)
 
 
@@ -79,7 +79,7 @@ def test_seeded_text_is_the_targets(pair: Pair, tokenizer: TokenizerWrapper) -> 
     def options() -> dict[str, Any]:
         mx.random.seed(5)
         return {
-            "max_tokens": 40,
+            "max_tokens": 24,
             "sampler": make_sampler(temp=0.9, top_p=0.9),
             "logits_processors": make_logits_processors({20: 3.0}, 1.2),
         }
@@ -166,8 +166,8 @@ def test_sampled_text_has_the_targets_distribution(kind: str, seed: int) -> None
         **{"selector_top_k": 3} if kind == "dflash2" else {},
     )
     toy = Drawn(drafter, Sampler(temp=1.3), V, seed)
-    law = law_of_round(toy, chosen(policy(toy, seed + 3), toy.M), block=True, tested=True)
-    assert distance(law, toy.wanted()) < 1e-12
+    probs = probs_of_round(toy, chosen(policy(toy, seed + 3), toy.M), block=True, tested=True)
+    assert distance(probs, toy.wanted()) < 1e-12
     drawn = [toy.draft(p)[1] for p in product(range(toy.K), repeat=toy.M)]
     assert sum(drawn) == pytest.approx(1)
     assert max(drawn) < 0.9  # it is no one-hot draft

@@ -155,10 +155,8 @@ def tokens_per_round(
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_a_head_that_is_stronger_than_its_backbone_is_heard(
-    temp: float, tokenizer: TokenizerWrapper
-) -> None:
-    """On a pair whose backbone knows how frequent tokens are, and whose head what follows what."""
+def test_a_head_overrules_its_backbone(temp: float, tokenizer: TokenizerWrapper) -> None:
+    """The backbone knows how frequent tokens are; the head knows what follows what."""
     target = bigram_target(4096, spread=4.0, frequency=2.0)
     lengths = {
         name: tokens_per_round(target, tokenizer, knowing_dspark(target, 0.2, **changes), temp)

@@ -165,7 +165,7 @@ def test_it_is_unknown_elsewhere(folder: Path, model: nn.Module, network: Toy) -
 
 
 def test_a_registered_method_goes_before_a_refusal(folder: Path, model: nn.Module) -> None:
-    """Who brings LiLiCorr needs no change elsewhere."""
+    """Adding LiLiCorr needs no change elsewhere."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps(config | {"architectures": ["LiLiCorrDraftModel"]})

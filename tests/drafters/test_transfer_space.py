@@ -15,8 +15,8 @@ from dspine_mlx.drafters.transfer_space import head_matrix, transfer_codes, tran
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import load_drafter
 from dspine_mlx.target.model import Target
-from tests.convert.test_conversion import assert_same_round
 from tests.support.checkpoints import Shape, dflash_zlab, dspine_specforge, save, tiny_target
+from tests.support.same_round import assert_same_round
 
 
 def by_svd(head: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +177,7 @@ def test_missing_codes_are_computed_from_the_target(tmp_path: Path, target_folde
     assert_same_round(drafter, dspine_round, (config, weights), head, SHAPE)
 
 
-def test_a_projection_stands_for_the_codes(tmp_path: Path, target_folder: Path) -> None:
+def test_a_projection_replaces_the_codes(tmp_path: Path, target_folder: Path) -> None:
     checkpoint = with_own_codes()
     source = save(tmp_path / "source", *checkpoint)
     convert(source, tmp_path / "out", target=target_folder, codes_from_head=True)

@@ -1,4 +1,4 @@
-"""The clock of bench: what it counts, on a clock of its own, and what it is told by real calls."""
+"""The clock of bench: what it counts, with a fake clock and in real calls."""
 
 from typing import Any
 

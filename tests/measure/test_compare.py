@@ -252,7 +252,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(error: Exception) -> No
 def test_a_target_that_cant_be_drafted_for_is_measured_plainly(
     pair: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caches can't go back: known only once it is tried."""
+    """Its caches can't roll back, which only a try shows."""
 
     def refused(*args: Any, **options: Any) -> Iterator[Any]:
         raise InputError("can't roll back OddCache to an accepted prefix")
@@ -264,7 +264,7 @@ def test_a_target_that_cant_be_drafted_for_is_measured_plainly(
     assert comparison.dropped == {"auto": "can't roll back OddCache to an accepted prefix"}
 
 
-def test_a_drafter_that_does_not_fit_leaves_mlx_lms_ways(
+def test_a_drafter_that_does_not_fit_leaves_mlx_lms_modes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = tmp_path / "drafter"
@@ -289,7 +289,7 @@ def test_unknown_modes_are_refused(pair: Models, mode: str) -> None:
         make_run(mode, pair)
 
 
-def test_offers_of_ways(pair: Models) -> None:
+def test_modes_on_offer(pair: Models) -> None:
     assert [verify_length(mode) for mode in ("plain", "mlx-lm-draft:m", "auto", "fixed:12")] == [
         None,
         None,

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from dspine_mlx.batch import profile as batch
+from dspine_mlx.batch.costs import BatchCurve
+from dspine_mlx.batch.on_file import batch_costs_on_file
 from dspine_mlx.cli import app
 from dspine_mlx.errors import InputError
 from dspine_mlx.measure import doctor
@@ -21,6 +24,7 @@ from dspine_mlx.verify_length.calibration import Calibration, uncalibrated
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.fit import fit
 from dspine_mlx.verify_length.on_file import (
+    UNREADABLE,
     calibrations_on_file,
     costs_on_file,
     looks_unreliable,
@@ -197,6 +201,25 @@ def test_calibrations_say_of_which_pair_and_modes(on_file: dict[str, Path]) -> N
     (entry,) = calibrations_on_file()
     key = json.loads(on_file["calibration"].read_text())["key"]
     assert entry.pair == f"target {key['target']} with drafter {key['drafter']}"
+
+
+def test_costs_of_several_texts(on_file: dict[str, Path], model: nn.Module) -> None:
+    drafter = tiny_dspine(model)
+    one = Curve((64, 2048), (1.0, 1.5), (0.5, 0.6), ((1.0,) * 7 + (2.0,), (1.5,) * 7 + (2.5,)))
+    curves = [BatchCurve(texts, one, (1.0,) * 7) for texts in (1, 3)]
+    batch.write(drafter, curves)
+    (entry,) = batch_costs_on_file()
+    assert (entry.curves, entry.problem) == (tuple(curves), "")
+    (line,) = found(doctor.on_file(), "batch costs")
+    figures = "plain steps, and verify forwards of 8 rows per text, by texts: "
+    figures += "1 1000.0 and 2000.0 ms, 3 1000.0 and 2000.0 ms"
+    assert line == Finding("batch costs", OK, f"{entry.pair}: {figures}; 0 days old")
+    file = batch.path_of(drafter)
+    edited(file, lambda data: data["key"].update(device="Apple M1"))
+    (line,) = found(doctor.on_file(), "batch costs")
+    assert line.advice == f"delete {file.name}; it is measured again when needed"
+    file.write_text("{")
+    assert next(batch_costs_on_file()).problem == UNREADABLE
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

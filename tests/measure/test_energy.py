@@ -115,7 +115,7 @@ def test_joules_are_watts_times_time_by_tokens(
 
     def run(prompt: list[int]) -> int:
         seen.append(prompt)
-        clock[0] += 2.0  # seconds a text
+        clock[0] += 2.0  # seconds per text
         return 50
 
     command = stand_in(tmp_path, SAMPLE)

@@ -1,4 +1,4 @@
-"""bench --rows: on a clock that says what the test wants, and on the kernels' own text."""
+"""bench --rows, with a fake clock and with the kernels' own source."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def told(entries: dict[str, Timed]) -> dict[str, tuple[str, float, bool]]:
 def test_each_kind_is_timed(
     track: Track, monkeypatch: pytest.MonkeyPatch, machine: Machine
 ) -> None:
-    """On an M5, too, where no race is run unless it is asked for."""
+    """Also on an M5, which races only on request."""
     on(monkeypatch, machine)
     (one,) = timed(track, group())
     assert (str(one.shape), one.layers) == ("24 x 512, 4 bits, groups of 64", 2)

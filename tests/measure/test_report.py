@@ -1,4 +1,4 @@
-"""A report can be shown to anyone: what it holds, and that it holds nothing else."""
+"""A report is safe to publish: what it contains, and that it contains nothing else."""
 
 import getpass
 import json
@@ -58,7 +58,7 @@ def test_no_private_name_gets_into_a_report(names: list[str]) -> None:
             for function in ("gethostname", "node", "platform"):
                 patch.setattr(where, function, lambda *_: host, raising=False)
         cache.mkdir()
-        for kind in ("costs", "calibration"):
+        for kind in ("costs", "batch", "calibration"):
             (cache / f"{kind}-1.json").write_text(json.dumps({"key": str(home), "pair": user}))
 
         def broken() -> Any:
@@ -71,7 +71,7 @@ def test_no_private_name_gets_into_a_report(names: list[str]) -> None:
         found = bundle(target, drafter)
         text = json.dumps(found, ensure_ascii=False) + as_text(found)
         assert "Qwen3ForCausalLM" in text  # what may be told is told
-        assert [len(found[part]) for part in ("costs", "calibrations")] == [2, 2]
+        assert [len(found[part]) for part in ("costs", "batch_costs", "calibrations")] == [2, 1, 2]
         for private in (*names, str(home), str(DEMO), "site-packages"):
             assert private not in text
             assert json.dumps(private)[1:-1] not in text

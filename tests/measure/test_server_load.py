@@ -67,7 +67,7 @@ def test_short_replies_have_no_ratio() -> None:
     assert (row["texts"], row["texts_in_ratios"]) == (2, 0)
 
 
-def test_ways_take_turns_and_prompts_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_take_turns_and_share_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, list[str]]] = []
 
     def recorded(asked: Request, mode: str, prompts: list[Any]) -> Batch:

@@ -13,15 +13,19 @@ from dspine_mlx.metal.exact_attention import (
     EXACT_MERGE,
     FORMS,
     ROWS,
+    AsHeads,
     ExactAttention,
+    attend_apart,
     exact_attention,
     exact_limits,
     merge,
 )
 from tests.msl import Emulator, KernelError, toolchain
-from tests.support import mlx_attention
+from tests.support import mlx_attention, mlx_packed_attention
 from tests.support.attention import attended, queries, softmax_attention, window_mask
 from tests.support.metal_device import emulator, needs_emulator, needs_metal, normal, wide
+
+pytestmark = pytest.mark.slow
 
 CASES: dict[str, dict[str, Any]] = {
     "grouped": {"dtype": mx.bfloat16},
@@ -136,6 +140,26 @@ def test_rows_share_each_key() -> None:
     traffic = emulator(EXACT_ATTENTION).traffic["keys"]
     assert traffic.touched == context.keys.nbytes
     assert traffic.loaded == 2 * 2 * context.keys.nbytes
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("parts", "S"), [(1, 258), (8, 258), (8, 4098), (32, 4098)])
+def test_rows_as_heads_over_a_quantised_cache(
+    dtype: mx.Dtype, parts: int, S: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal to MLX's kernels for one row, if rows run apart whose keys make other parts. Here that
+    is once, past 256 or 4096 keys: two calls for five rows."""
+    mx.random.seed(parts)
+    q = queries(1, 2, 5, 64, dtype)
+    context = attended(1, 1, S, (64, 64), dtype, (4, 32))
+    calls = mlx_packed_attention.patch(monkeypatch, parts, looped=S > 4096)
+    one = attend_apart(q, context)
+    np.testing.assert_allclose(wide(one), softmax_attention(q, context), atol=0.05)
+    del calls[:]
+    assert mx.array_equal(AsHeads(parts)(q, context), one).item()
+    assert [x.shape[2] for x in calls] == ([2 * 5] if parts == 1 else [2 * 3, 2 * 2])
+    assert mx.array_equal(AsHeads(1)(q, context), one).item() == (parts == 1)
 
 
 FAULTS = {

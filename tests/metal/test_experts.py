@@ -21,6 +21,8 @@ from tests.support.metal_device import emulator, launch, needs_emulator, normal,
 from tests.support.mlx_one_row import is_fast, one_row
 from tests.support.rows import matrix, product
 
+pytestmark = pytest.mark.slow
+
 PACKINGS = [
     (4, 64, mx.bfloat16, "affine"), (8, 32, mx.float32, "affine"), (6, 64, mx.float16, "affine"),
     (4, 32, mx.bfloat16, "mxfp4"), (8, 32, mx.float32, "mxfp8"), (4, 16, mx.float16, "nvfp4"),
@@ -93,6 +95,10 @@ def test_an_expert_is_read_once_for_the_rows_of_a_tile() -> None:
 FAULTS = {
     "another expert": ("static_cast<size_t>(expert) * N", "static_cast<size_t>(expert / 2) * N"),
     "another row": ("pair[m] / per", "pair[m] / per / 2"),
+    "last bit": ("<T>(result);", "<T>(as_type<float>(as_type<uint>(result) ^ (first + o == 1)));"),
+    "scale": ("(scales[at])", "(scales[max(at, 1ul) - 1])"),
+    "no sums for the bias": ("(scale * dot + sum * bias)", "(scale * dot)"),
+    "a group off by one": ("biases[at]", "biases[max(at, 1ul) - 1]"),
 }
 REPORTED = {
     "pairs made twice": ("if (left != 0) return;", "", "write-write race: y"),
@@ -101,10 +107,11 @@ REPORTED = {
 
 
 def spoiled(found: str, replacement: str) -> Emulator:
-    source = EXPERTS_EXACT.definition["source"]
-    assert found in source
-    changed = EXPERTS_EXACT.definition | {"source": source.replace(found, replacement)}
-    return Emulator(changed, check=True)
+    definition = EXPERTS_EXACT.definition
+    part = "source" if found in definition["source"] else "header"
+    assert found in definition[part]
+    changed = {part: definition[part].replace(found, replacement)}
+    return Emulator(definition | changed, check=True)
 
 
 @needs_emulator

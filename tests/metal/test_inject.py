@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspine_mlx.metal.inject import GATED_MESSAGE, RESIDUAL_WRITE, gated_message, residual_write
+from dspine_mlx.metal.kernel import Kernel
 from tests.support.metal_device import (
     DTYPES,
     assert_close,
@@ -61,6 +62,11 @@ def write_inputs(rows: int, kept: int, size: int, dtype: mx.Dtype) -> WriteInput
     return block, write, 1 + normal((size,), dtype, 0.1), 1e-6
 
 
+def several(args: tuple, shared: int) -> tuple:
+    """Two texts of the same rows; what follows the first `shared` arguments is every text's."""
+    return (*(mx.stack([x, -x]) for x in args[:shared]), *args[shared:])
+
+
 @needs_device
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 31), st.integers(1, 300), st.integers(1, 300), dtypes, seeds)
@@ -79,6 +85,45 @@ def test_residual_write_of_any_size(
     mx.random.seed(seed)
     args = write_inputs(rows, min(kept, rows - 1), 32 * blocks, dtype)
     assert_close(RESIDUAL_WRITE, args, exact_write(args))
+
+
+@needs_device
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 70), st.integers(1, 40), dtypes, seeds)
+def test_gated_messages_of_several_texts(
+    texts: int, M: int, r: int, a: int, dtype: mx.Dtype, seed: int
+) -> None:
+    """One launch: no text's first slot follows the slots of the text before it."""
+    mx.random.seed(seed)
+    own = [message_inputs(M, r, a, dtype) for _ in range(texts)]
+    bias = own[0][3]
+    args = (*(mx.stack([one[i] for one in own]) for i in range(3)), bias)
+    exact = [exact_message(*map(wide, (*one[:3], bias))) for one in own]
+    assert_close(GATED_MESSAGE, args, [np.stack(outputs) for outputs in zip(*exact, strict=True)])
+    assert_bits_of_each(GATED_MESSAGE, args, [(*one[:3], bias) for one in own])
+
+
+@needs_device
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2), st.integers(2, 6), dtypes, seeds)
+def test_residual_writes_of_several_texts(
+    texts: int, rows: int, kept: int, blocks: int, dtype: mx.Dtype, seed: int
+) -> None:
+    mx.random.seed(seed)
+    own = [write_inputs(rows, min(kept, rows - 1), 32 * blocks, dtype) for _ in range(texts)]
+    norm = own[0][2:]
+    args = (mx.stack([one[0] for one in own]), mx.stack([one[1] for one in own]), *norm)
+    exact = [exact_write((one[0], one[1], *norm)) for one in own]
+    assert_close(RESIDUAL_WRITE, args, [np.stack(outputs) for outputs in zip(*exact, strict=True)])
+    assert_bits_of_each(RESIDUAL_WRITE, args, [(one[0], one[1], *norm) for one in own])
+
+
+def assert_bits_of_each(kernel: Kernel, args: tuple, own: list[tuple]) -> None:
+    """A launch for all texts has the bits of a launch for each."""
+    together = launch(kernel, *args, check=False)
+    for i, one in enumerate(own):
+        for output, alone in zip(together, launch(kernel, *one, check=False), strict=True):
+            assert mx.array_equal(output[i], alone).item()
 
 
 @needs_device
@@ -140,7 +185,9 @@ def test_saturated_gates() -> None:
 def test_every_order_of_threads_gives_the_same_bits(dtype: mx.Dtype) -> None:
     for kernel, args in (
         (GATED_MESSAGE, message_inputs(5, 70, 40, dtype)),
+        (GATED_MESSAGE, several(message_inputs(5, 70, 40, dtype), 3)),
         (RESIDUAL_WRITE, write_inputs(5, 1, 96, dtype)),
+        (RESIDUAL_WRITE, several(write_inputs(5, 1, 96, dtype), 2)),
     ):
         forward, *others = [launch(kernel, *args, order=order) for order in range(3)]
         for other in others:

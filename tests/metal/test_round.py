@@ -127,7 +127,7 @@ def answers(
             [{"role": "user", "content": problem}], add_generation_prompt=True
         )
         for response in dspine_mlx.stream_generate(
-            model, tokenizer, prompt, drafter, max_tokens=120, verify_length=15
+            model, tokenizer, prompt, drafter, max_tokens=50, verify_length=15
         ):
             tokens.append(response.token)
         rounds += response.rounds
@@ -137,7 +137,7 @@ def answers(
 
 @needs_device
 def test_text_is_the_same_with_and_without_kernels() -> None:
-    """The pair that ships, more than 200 tokens; every kernel serves its sizes."""
+    """The pair that ships, more than 100 tokens; every kernel serves its sizes."""
     model, tokenizer, plain = dspine_mlx.load(kernels="off")
     assert plain is not None
     fused = dspine_mlx.load_drafter(DEMO / "drafter", model, kernels="off")
@@ -145,7 +145,7 @@ def test_text_is_the_same_with_and_without_kernels() -> None:
     wanted, rounds, accepted = answers(model, tokenizer, plain)
     with emulated() as launched:
         got, fused_rounds, fused_accepted = answers(model, tokenizer, fused)
-    assert len(got) > 200
+    assert len(got) > 100
     if not METAL:  # on a GPU the target itself may round otherwise for other numbers of rows
         assert got == wanted
         assert abs(fused_rounds - rounds) <= 2  # float16: near ties of a draft may fall otherwise

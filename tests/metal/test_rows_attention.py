@@ -33,6 +33,8 @@ from tests.support.metal_device import (
 )
 from tests.support.rows import rounding
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     "grouped": {"dtype": mx.bfloat16, "heads": 8, "H": 2, "L": 5, "S": 77, "parts": 3},
     "4 bits": {"dtype": mx.float16, "B": 2, "H": 1, "L": 8, "S": 130, "sizes": (128, 128),
@@ -41,6 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
                "packing": (8, 32), "parts": 2, "window": 20, "sinks": False},
     "window and sinks": {"dtype": mx.bfloat16, "heads": 6, "H": 2, "L": 9, "S": 99,
                          "sizes": (32, 32), "parts": 2, "window": 20, "sinks": True},
+    "2 bits": {"dtype": mx.bfloat16, "H": 2, "L": 3, "S": 45, "packing": (2, 32)},
+    "3 bits": {"dtype": mx.float16, "H": 2, "L": 2, "S": 41, "sizes": (64, 32), "packing": (3, 32)},
+    "5 bits": {"dtype": mx.bfloat16, "H": 2, "L": 3, "S": 37, "sizes": (32, 96),
+               "packing": (5, 32)},
+    "6 bits": {"H": 1, "L": 4, "S": 33, "sizes": (128, 128), "packing": (6, 64), "parts": 1},
     "sinks": {"heads": 4, "H": 4, "L": 3, "S": 40, "parts": 5, "sinks": True},
     "wide heads": {"dtype": mx.bfloat16, "heads": 16, "H": 1, "L": 9, "S": 50,
                    "sizes": (256, 256), "parts": 2},
@@ -50,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "32 rows": {"dtype": mx.bfloat16, "heads": 8, "H": 2, "L": 32, "S": 90, "sizes": (40, 24),
                 "parts": 2},
 }  # fmt: skip
+SMALL = (16, 16)  # the compiler unrolls the heads: wider ones take it seconds
 
 
 def case(dtype: mx.Dtype = mx.float32, B: int = 1, heads: int = 4, H: int = 2, L: int = 4,
@@ -130,10 +138,22 @@ def test_the_masks_of_mlx_lms_windows() -> None:
 
 
 @needs_device
+@pytest.mark.parametrize("packing", [(0, 0), (8, 32)])
+def test_masks_that_are_added(packing: tuple[int, int]) -> None:
+    """Each head's own, and some keys that a row does not see."""
+    q, context, cut = case(mx.bfloat16, L=3, S=50, packing=packing)
+    mask = mx.where(window_mask(3, 50, 30), normal((4, 3, 50), mx.bfloat16), -mx.inf)
+    context = context._replace(mask=mask.astype(mx.bfloat16))
+    assert_exact(launch(q, context, cut), q, context)
+    stock = wide(rows_attention(q.astype(mx.float32), context.widened()))
+    np.testing.assert_allclose(stock, softmax_attention(q, context), rtol=1e-4, atol=1e-4)
+
+
+@needs_device
 def test_masks_of_several_texts() -> None:
     """One for each text, and rows that see nothing: zeros, whatever lies in the cache."""
     mx.random.seed(4)
-    q, context, cut = case(B=2, L=3, S=50)
+    q, context, cut = case(B=2, L=3, S=50, sizes=SMALL)
     first = mx.array([7, 50])[:, None, None, None]  # the second text's keys are all padding
     mask = (mx.arange(50) >= first) & window_mask(3, 50, 50)
     context = context._replace(mask=mask)
@@ -146,7 +166,7 @@ def test_masks_of_several_texts() -> None:
 @pytest.mark.parametrize(("L", "blocks"), [(2, 1), (16, 1), (17, 2), (32, 2)])
 def test_keys_are_read_once_per_64_rows(L: int, blocks: int) -> None:
     """Of the heads that share them, together."""
-    q, context, cut = case(mx.float16, heads=8, H=2, L=L, S=96)
+    q, context, cut = case(mx.float16, heads=8, H=2, L=L, S=96, sizes=SMALL)
     launch(q, context, cut)
     for name, array in (("keys", context.keys), ("values", context.values)):
         traffic = emulator(ROWS_ATTENTION).traffic[name]
@@ -176,6 +196,14 @@ FAULTS = {  # what is planted: (text, what takes its place)
     "no fading": ("sums[t][e] * fade", "sums[t][e]"),
     "weights of half a row": ("sum += simd_shuffle_xor(sum, 1);", ""),
     "position of another row": ("position = known % L", "position = known % 2"),
+    "a mask that is not added": ("if (MASK == 2 && seen)", "if (MASK == 3 && seen)"),
+}
+IN_HEADER = {  # of a packed cache
+    "another key's scale": ("scales[scales_at + column", "scales[column"),
+    "no bias": ("* scale + bias", "* scale"),
+    "a group off by one": ("biases[scales_at + column / GROUP]", "biases[scales_at]"),
+    "a last bit": ("run_field<BITS>(run, c)", "run_field<BITS>(run, c) ^ (c == 5)"),
+    "another column": ("run_field<BITS>(run, c)", "run_field<BITS>(run, c ^ 1)"),
 }
 REPORTED = {
     "stale threadgroup memory": (
@@ -189,15 +217,27 @@ REPORTED = {
 
 
 def spoiled(found: str, replacement: str) -> Emulator:
-    source = ROWS_ATTENTION.definition["source"]
-    assert found in source
-    return Emulator(ROWS_ATTENTION.definition | {"source": source.replace(found, replacement)})
+    definition = ROWS_ATTENTION.definition
+    part = "source" if found in definition["source"] else "header"
+    assert found in definition[part]
+    return Emulator(definition | {part: definition[part].replace(found, replacement)})
+
+
+@needs_emulator
+@pytest.mark.parametrize("fault", IN_HEADER)
+def test_a_fault_in_unpacking_shows(fault: str) -> None:
+    q, context, cut = case(L=3, S=40, packing=(5, 32))
+    out = launch(q, context, cut, check=False, first=spoiled(*IN_HEADER[fault]))
+    with pytest.raises(AssertionError):
+        assert_exact(out, q, context)
 
 
 @needs_emulator
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault: str) -> None:
-    q, context, cut = case(L=3, S=90)
+    q, context, cut = case(L=3, S=90, sizes=SMALL)
+    if "mask" in fault:
+        context = context._replace(mask=mx.where(window_mask(3, 90, 90), 0.5, -mx.inf) * 2)
     out = launch(q, context, cut, check=False, first=spoiled(*FAULTS[fault]))
     with pytest.raises(AssertionError):
         assert_exact(out, q, context)
@@ -207,7 +247,7 @@ def test_a_planted_fault_shows(fault: str) -> None:
 @pytest.mark.parametrize("fault", REPORTED)
 def test_the_checker_reports(fault: str) -> None:
     found, replacement, report = REPORTED[fault]
-    q, context, cut = case(L=3, S=90)
+    q, context, cut = case(L=3, S=90, sizes=SMALL)
     with pytest.raises(KernelError, match=report):
         launch(mx.contiguous(q), context, cut, first=spoiled(found, replacement))
 
@@ -241,11 +281,10 @@ UNSERVED: dict[str, tuple[mx.array, Attended]] = {
     "1 rows; from 2 to 32 are served": (QUERIES[:, :, :1], CONTEXT),
     "queries [1, 3, 4, 64] for 2 heads of 64": (QUERIES[:, :3], CONTEXT),
     "heads of 264 and 264; multiples of 8 up to 256 are served": case(sizes=(264, 264))[:2],
-    "a cache of 6 bits in groups of 32": case(packing=(6, 32))[:2],
     "queries of mlx.core.float16, and others": (QUERIES.astype(mx.float16), CONTEXT),
     "mask None": (QUERIES, CONTEXT._replace(mask=None)),
-    "a mask [4, 64] of mlx.core.float32": (
-        QUERIES, CONTEXT._replace(mask=mx.zeros((4, 64)))),
+    "a mask [4, 64] of mlx.core.int32": (
+        QUERIES, CONTEXT._replace(mask=mx.zeros((4, 64), mx.int32))),
     "a mask [4, 60] of mlx.core.bool": (
         QUERIES, CONTEXT._replace(mask=window_mask(4, 60, 9))),
 }  # fmt: skip

@@ -27,6 +27,8 @@ from tests.support.metal_device import (
 )
 from tests.support.rows import matrix, product, rounding
 
+pytestmark = pytest.mark.slow
+
 AFFINE = [(bits, group, "affine") for bits in (3, 4, 5, 6, 8) for group in (32, 64, 128)]
 OTHERS = [(0, 0, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")]
 PACKINGS = [*AFFINE, *OTHERS]
@@ -136,6 +138,18 @@ def spoiled(found: str, replacement: str) -> Emulator:
 def test_a_planted_fault_shows(fault: str) -> None:
     weight, x = matrix((24, 256), 4, 64, mx.float32), normal((5, 256))
     (y,) = ROWS_TILE.launcher(spoiled(*FAULTS[fault]), x, weight, Tile(2, 2))
+    with pytest.raises(AssertionError):
+        assert_exact(y, x, weight)
+
+
+@needs_emulator
+def test_a_last_bit_shows() -> None:
+    """In bfloat16, where a result is float64's, rounded once."""
+    weight, x = matrix((24, 256), 4, 64, mx.bfloat16), normal((5, 256), mx.bfloat16)
+    assert_exact(launch(ROWS_TILE, x, weight, Tile(2, 2))[0], x, weight)
+    flipped = "as_type<T>(ushort(as_type<ushort>(static_cast<T>(total)) ^ (i == 0)));"
+    device = spoiled("static_cast<T>(total);", flipped)
+    (y,) = ROWS_TILE.launcher(device, x, weight, Tile(2, 2))
     with pytest.raises(AssertionError):
         assert_exact(y, x, weight)
 

@@ -80,7 +80,7 @@ def models() -> dict[str, nn.Module]:
 
 
 def steps(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Any, prompt: list[int]) -> Any:
-    """At most 5 rows a round."""
+    """At most 5 rows per round."""
     responses = dspine_mlx.stream_generate(
         model, tokenizer, prompt, drafter, max_tokens=TOKENS, verify_length=4
     )

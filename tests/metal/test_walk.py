@@ -21,7 +21,7 @@ def serial(first: np.ndarray, transitions: np.ndarray, noise: np.ndarray) -> lis
     return path
 
 
-def exact_law(
+def exact_probs(
     first: np.ndarray, transitions: np.ndarray, path: list[int], scale: float
 ) -> np.ndarray:
     rows = np.stack([first, *(table[i] for table, i in zip(transitions, path, strict=False))])
@@ -51,7 +51,7 @@ def test_the_path_is_the_serial_one(
     wanted = serial(*(np.array(x) for x in (first, transitions, noise)))
     assert path.tolist() == wanted
     assert path.tolist() == walk(first, transitions, noise, scale)[0].tolist()
-    exact = exact_law(wide(first), wide(transitions), wanted, scale)
+    exact = exact_probs(wide(first), wide(transitions), wanted, scale)
     np.testing.assert_allclose(wide(probs), exact, atol=1e-6)
 
 
@@ -73,6 +73,33 @@ def test_the_first_maximum_wins() -> None:
 
 
 @needs_device
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 31), st.integers(1, 32), st.integers(1, 9), st.integers(0, 2**31))
+def test_texts_walk_in_one_launch(M: int, K: int, texts: int, seed: int) -> None:
+    """Each with its own scale: the serial path, and the bits of a launch of its own."""
+    mx.random.seed(seed)
+    first, table = normal((texts, K), scale=3.0), normal((texts, M - 1, K, K), scale=3.0)
+    noise, scale = mx.random.gumbel((texts, M, K)), mx.random.uniform(0.1, 5.0, (texts,))
+    path, probs = launch(WALK, first, table, noise, scale)
+    plain = walk(first, table, noise, scale)
+    for i, own in enumerate(zip(first, table, noise, scale.tolist(), strict=True)):
+        wanted = serial(*(np.array(x) for x in own[:3]))
+        assert path[i].tolist() == plain[0][i].tolist() == wanted
+        exact = exact_probs(wide(own[0]), wide(own[1]), wanted, own[3])
+        np.testing.assert_allclose(wide(probs[i]), exact, atol=1e-6)
+        np.testing.assert_allclose(wide(plain[1][i]), exact, atol=1e-6)
+        assert mx.array_equal(launch(WALK, *own, check=False)[1], probs[i]).item()
+
+
+@needs_emulator
+def test_texts_walk_alike_in_every_order_of_threads() -> None:
+    args = normal((3, 5)), normal((3, 6, 5, 5)), normal((3, 7, 5)), mx.array([0.5, 1.0, 2.0])
+    forward, *others = [launch(WALK, *args, order=order) for order in range(3)]
+    for other in others:
+        assert all(mx.array_equal(a, b).item() for a, b in zip(forward, other, strict=True))
+
+
+@needs_device
 def test_inputs_may_be_broadcast() -> None:
     """DFlash's table has one row per slot, and greedy noise is a broadcast zero."""
     rows = normal((6, 4))
@@ -84,7 +111,7 @@ def test_inputs_may_be_broadcast() -> None:
 
 @needs_device
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
-def test_paths_follow_the_law_of_the_rows(temperature: float) -> None:
+def test_paths_follow_the_distribution_of_the_rows(temperature: float) -> None:
     """Walks of 31 slots over one table are a Markov chain: chi-square of its transition counts. A
     wrong temperature must fail the same test."""
     M, table, scale = 31, normal((3, 3)), 1 / temperature
@@ -94,7 +121,9 @@ def test_paths_follow_the_law_of_the_rows(temperature: float) -> None:
         np.add.at(counts, (path.tolist()[:-1], path.tolist()[1:]), 1)
 
     def p_value(scale: float) -> float:
-        rows = np.stack([exact_law(row, np.empty((0, 3, 3)), [], scale)[0] for row in wide(table)])
+        rows = np.stack(
+            [exact_probs(row, np.empty((0, 3, 3)), [], scale)[0] for row in wide(table)]
+        )
         expected = counts.sum(axis=1, keepdims=True) * rows
         return stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), df=6)
 

@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -69,9 +68,10 @@ def toolchain() -> tuple[list[str], list[str]] | None:
         version = re.search(r"clang version (\d+)", text)
         if version and int(version[1]) >= OLDEST and shutil.which("ld"):
             return [name], ["ld"]
-    if importlib.util.find_spec("ziglang"):
-        zig = [sys.executable, "-m", "ziglang"]
-        return [*zig, "clang"], [*zig, "ld.lld"]
+    spec = importlib.util.find_spec("ziglang")
+    if spec and spec.origin:
+        zig = str(Path(spec.origin).parent / "zig")
+        return [zig, "clang"], [zig, "ld.lld"]
     return None
 
 

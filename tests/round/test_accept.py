@@ -42,22 +42,22 @@ class Toy:
 
     def draft(self, picks: tuple[int, ...]) -> tuple[Draft, float, np.ndarray]:
         """The draft with these picks, its probability, and the target's rows along it."""
-        previous, laws, chance, tokens = self.V, [], 1.0, []
+        previous, q, chance, tokens = self.V, [], 1.0, []
         for t, pick in enumerate(picks):
-            laws.append(self.q[t, previous])
+            q.append(self.q[t, previous])
             chance *= float(self.q[t, previous, pick])
             previous = int(self.candidates[t, pick])
             tokens.append(previous)
         rows = self.target[[self.V, *tokens]]
-        draft = Draft(mx.array(tokens), mx.array(self.candidates), mx.array(np.stack(laws)))
+        draft = Draft(mx.array(tokens), mx.array(self.candidates), mx.array(np.stack(q)))
         return draft, chance, rows
 
-    def law_of_round(self, draft_law_used: str = "right") -> np.ndarray:
+    def probs_of_round(self, q_used: str = "right") -> np.ndarray:
         """P(x_1 ... x_{M+1}) where tokens after a round's end are drawn from the target."""
         total = np.zeros((self.V,) * (self.M + 1))
         for picks in product(range(self.K), repeat=self.M):
             draft, chance, rows = self.draft(picks)
-            if draft_law_used == "full vocabulary":
+            if q_used == "full vocabulary":
                 # as if a fifth of the mass lay outside the candidates
                 draft = draft._replace(q=mx.array(draft.q) * 0.8)
             keep = np.array(acceptance(draft, mx.array(rows)), np.float64)
@@ -85,35 +85,37 @@ class Toy:
 
 @settings(deadline=None, max_examples=25)
 @given(V=st.integers(2, 4), M=st.integers(1, 2), seed=st.integers(0, 10_000), data=st.data())
-def test_ratio_test_keeps_the_targets_law(V: int, M: int, seed: int, data: st.DataObject) -> None:
+def test_ratio_test_keeps_the_targets_distribution(
+    V: int, M: int, seed: int, data: st.DataObject
+) -> None:
     toy = Toy(V, data.draw(st.integers(1, V)), M, seed)
-    assert np.abs(toy.law_of_round() - toy.wanted()).sum() / 2 < 2e-6
+    assert np.abs(toy.probs_of_round() - toy.wanted()).sum() / 2 < 2e-6
 
 
-def test_the_enumeration_catches_a_wrong_draft_law() -> None:
-    """Using another law in the test than the one that was sampled is seen."""
+def test_the_enumeration_catches_a_wrong_draft_distribution() -> None:
+    """The test sees when another q than the sampled one is used."""
     toy = Toy(3, 2, 2, 1)
-    assert np.abs(toy.law_of_round("full vocabulary") - toy.wanted()).sum() / 2 > 0.01
+    assert np.abs(toy.probs_of_round("full vocabulary") - toy.wanted()).sum() / 2 > 0.01
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.slow
 def test_accept_draws_what_the_rules_say(biased: bool) -> None:
-    """First token of 3,000 real calls against the target's law (chi-square at 1 %, power > 0.99
-    against the bias planted in the control: q taken as uniform)."""
+    """First token of 3,000 real calls against the target's distribution (chi-square at 1 %, power
+    > 0.99 against the bias planted in the control: q taken as uniform)."""
     toy, rng = Toy(5, 3, 2, 4), np.random.default_rng(0)
     counts = np.zeros(5)
     for _ in range(3000):
         first = rng.choice(3, p=toy.q[0, 5] / toy.q[0, 5].sum(dtype=np.float64))
-        law = toy.q[1, toy.candidates[0, first]]
-        second = rng.choice(3, p=law / law.sum(dtype=np.float64))
+        probs = toy.q[1, toy.candidates[0, first]]
+        second = rng.choice(3, p=probs / probs.sum(dtype=np.float64))
         draft, _, rows = toy.draft((first, second))
         if biased:
             draft = draft._replace(q=mx.full((2, 3), 1 / 3))
         n, following = accept(draft, TargetLogits(mx.log(mx.array(rows))), Sampler(temp=1))
         counts[draft.tokens[0].item() if n else following] += 1
-    law = toy.target[5].astype(np.float64)
-    p_value = stats.chisquare(counts, law / law.sum() * 3000).pvalue
+    probs = toy.target[5].astype(np.float64)
+    p_value = stats.chisquare(counts, probs / probs.sum() * 3000).pvalue
     assert (p_value > 0.01) != biased
 
 
@@ -243,18 +245,17 @@ def test_match_leaves_the_random_state_of_plain_decoding(settings_: dict[str, An
 
 @pytest.mark.parametrize("settings_", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.slow
-def test_law_is_what_the_sampler_draws_from(settings_: dict[str, Any]) -> None:
-    """2,000 draws of mlx-lm's sampler against `Sampler.law` (with XTC: the mean of its coin)."""
+def test_probs_are_what_the_sampler_draws_from(settings_: dict[str, Any]) -> None:
+    """2,000 draws of mlx-lm's sampler against `Sampler.probs` (with XTC: the mean of its coin)."""
     sampler = Sampler(**settings_)
     logits = mx.random.normal((1, 12)) * 2
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     rows = mx.broadcast_to(logprobs, (400, 12))
-    laws = sampler.probs(rows)
-    law = np.array(laws, np.float64).mean(axis=0)
+    probs = np.array(sampler.probs(rows), np.float64).mean(axis=0)
     draw = make_sampler(**settings_)
     draws = mx.concatenate([draw(logprobs) for _ in range(2000)]).tolist()
     counts = np.bincount(draws, minlength=12)
-    possible = law > 0
+    possible = probs > 0
     assert counts[~possible].sum() == 0
-    expected = law[possible] / law[possible].sum() * 2000
+    expected = probs[possible] / probs[possible].sum() * 2000
     assert stats.chisquare(counts[possible], expected).pvalue > 0.001

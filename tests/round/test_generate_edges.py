@@ -34,7 +34,7 @@ from tests.test_load import folder  # noqa: F401  # a fixture
 
 
 def test_a_thread_of_its_own(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
-    """Imported and loaded here, run elsewhere, logprobs read here again."""
+    """Load here, run in another thread, read the logprobs here."""
     prompt = random_prompt(7)
     plain = plain_steps(model, tokenizer, prompt, max_tokens=12)
     drafter = tiny_dspine(model)
@@ -152,7 +152,7 @@ def collect(responses: Iterator[Any], seen: list[int]) -> None:
 def test_a_text_whose_end_failed_does_not_go_on(
     model: nn.Module, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caches are no longer where it left them."""
+    """Its caches have moved on."""
     prompt, cache = random_prompt(9), make_prompt_cache(model)
     text = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=20)]
     drafter = scripted(model, prompt + text, "right")
@@ -207,7 +207,7 @@ def test_kept_responses_keep_their_own_row_only(
 def test_caches_go_with_their_text(
     verify_length: int | str, model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
-    """At once, whole text or half: no cycle of references keeps them until a collection."""
+    """At once, finished or not: no reference cycle keeps them until a collection."""
     drafter = tiny_dflash(model)
     options: dict[str, Any] = {"max_tokens": 30, "verify_length": verify_length}
     gc.collect()
@@ -234,7 +234,7 @@ def test_plain_decoding_does_not_pile_up_features(
         if r.generation_tokens in (300, 900):
             gc.collect()
             memory.append(mx.get_active_memory())
-    rows = 4 * 2 * 2 * 8 * 4 + 2 * 2 * 2 * 8 * 4  # bytes of keys and values a token, both models
+    rows = 4 * 2 * 2 * 8 * 4 + 2 * 2 * 2 * 8 * 4  # bytes of keys and values per token, both models
     assert memory[1] - memory[0] < 600 * rows * 1.5 + 256 * rows  # buffers grow in steps of 256
 
 
@@ -266,9 +266,11 @@ def test_a_tokenizer_without_an_end(
 
 @pytest.mark.parametrize("settings", [{"temp": 1.3}, {"top_p": 0.85}])
 @pytest.mark.slow
-def test_law_of_sampled_text(settings: dict[str, Any], tokenizer: TokenizerWrapper) -> None:
-    """400 texts of two tokens, sampled drafts and all, against the law of the target (chi-square
-    at 0.1 %); the control is the law at another temperature."""
+def test_distribution_of_sampled_text(
+    settings: dict[str, Any], tokenizer: TokenizerWrapper
+) -> None:
+    """400 texts of two tokens, sampled drafts and all, against the target's distribution
+    (chi-square at 0.1 %); the control is that of another temperature."""
     settings = {"temp": 1.0} | settings
     target = tiny_target(vocab_size=6, scale=0.35)
     drafter = tiny_dspine(target, vocab_size=6, top_k=3, mask_token_id=5, block_size=4)
@@ -276,7 +278,7 @@ def test_law_of_sampled_text(settings: dict[str, Any], tokenizer: TokenizerWrapp
     wrapper = TokenizerWrapper(tokenizer._tokenizer)
     wrapper.eos_token_ids = {99}
     prompt = [1, 4, 2]
-    law = text_law(target, prompt, sampler)
+    probs = text_probs(target, prompt, sampler)
     counts = np.zeros((6, 6))
     for seed in range(400):
         mx.random.seed(seed)
@@ -284,29 +286,29 @@ def test_law_of_sampled_text(settings: dict[str, Any], tokenizer: TokenizerWrapp
             target, wrapper, prompt, drafter, sampler=sampler, max_tokens=2, verify_length=3
         )
         counts[tuple(r.token for r in responses)] += 1
-    assert counts[law == 0].sum() == 0
-    assert p_value(counts, law) > 0.001
-    control = text_law(target, prompt, dspine_mlx.Sampler(**settings | {"temp": 0.4}))
-    assert p_value(counts, np.where(law > 0, control + 1e-9, 0)) < 1e-5
+    assert counts[probs == 0].sum() == 0
+    assert p_value(counts, probs) > 0.001
+    control = text_probs(target, prompt, dspine_mlx.Sampler(**settings | {"temp": 0.4}))
+    assert p_value(counts, np.where(probs > 0, control + 1e-9, 0)) < 1e-5
 
 
-def text_law(target: nn.Module, prompt: list[int], sampler: dspine_mlx.Sampler) -> np.ndarray:
+def text_probs(target: nn.Module, prompt: list[int], sampler: dspine_mlx.Sampler) -> np.ndarray:
     """P(x_1, x_2) by forwards of the target alone."""
 
-    def next_law(tokens: list[int]) -> np.ndarray:
+    def next_probs(tokens: list[int]) -> np.ndarray:
         logits = target(mx.array([tokens]))[0, -1:]
         return np.array(sampler.probs(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0])
 
-    first = next_law(prompt).astype(np.float64)
-    law = np.zeros((6, 6))
+    first = next_probs(prompt).astype(np.float64)
+    probs = np.zeros((6, 6))
     for x, y in product(range(6), repeat=2):
-        law[x, y] = first[x] * next_law([*prompt, x])[y] if first[x] else 0
-    return law
+        probs[x, y] = first[x] * next_probs([*prompt, x])[y] if first[x] else 0
+    return probs
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    possible = law > 0
-    expected = law[possible] / law[possible].sum() * counts.sum()
+def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+    possible = probs > 0
+    expected = probs[possible] / probs[possible].sum() * counts.sum()
     return stats.chisquare(counts[possible], expected).pvalue
 
 

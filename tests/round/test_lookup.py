@@ -58,7 +58,7 @@ def test_a_copy_goes_on_as_if_it_had_been_written(text: Tokens, count: int, afte
 
 
 def test_places_beyond_the_newest_are_not_compared() -> None:
-    """A longer match before PLACES newer ones is out of sight, and one fewer brings it back."""
+    """A longer match before PLACES newer ones is not seen; with one newer match fewer it is."""
     old, new = [7, 8, 1, 2, 3, 9], [1, 2, 3, 4]
     for count, match in ((PLACES, 3), (PLACES - 1, 5)):
         lookup = Lookup()

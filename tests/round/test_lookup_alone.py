@@ -56,9 +56,14 @@ def test_greedy_text_is_mlx_lms(
     assert ours[-1].accepted > 5
 
 
-@pytest.mark.parametrize("sampler", [None, *SAMPLERS])
-@pytest.mark.parametrize("processors", ["none", "all"])
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "processors", "known"),
+    [
+        (sampler, ("none", "all")[(i + known) % 2], known)
+        for i, sampler in enumerate([None, *SAMPLERS])
+        for known in (False, True)
+    ],
+)
 def test_seeded_text_is_mlx_lms(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
@@ -111,7 +116,7 @@ def test_the_caches_hold_the_text_after_an_early_close(
 
 
 def priced(slots: int, lines: list[str], draft: float = 1.0, row: float = 1 / 3) -> Auto:
-    """The policy where a row more costs so much of a plain token."""
+    """The policy where each further row costs this share of a plain token."""
     rows = tuple(1 + n * row for n in range(16))
     costs = Costs(Curve((64, 2048), (1.0, 1.0), (draft, draft), (rows, rows)))
     costs.observe = lambda *_: None  # type: ignore[method-assign]
@@ -171,7 +176,7 @@ def test_lookups_cease_where_nothing_repeats(model: nn.Module, tokenizer: Tokeni
 def test_a_parked_drafter_leaves_copies_to_the_text(
     model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
-    """Its drafts are wrong and dear, so it is parked early; the text repeats itself later."""
+    """Its drafts are wrong and expensive, so it is parked early; the text repeats itself later."""
     text = random_prompt(80, seed=9) + CIRCLE
     lines: list[str] = []
     drafter = scripted(model, text, "wrong")
@@ -183,7 +188,7 @@ def test_a_parked_drafter_leaves_copies_to_the_text(
     assert done.accepted >= 90
 
 
-def test_a_draft_is_left_out_where_copies_are_worth_more(
+def test_a_draft_is_left_out_where_copies_gain_more(
     model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
     """The drafter is half right and the text repeats itself throughout: few drafts are made."""
@@ -197,7 +202,7 @@ def test_a_draft_is_left_out_where_copies_are_worth_more(
 def test_a_sampled_block_goes_on_with_a_copy(
     model: nn.Module, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts of 7 tokens that are nearly always right, and copies behind them."""
+    """Drafts of 7 tokens that are nearly always right, followed by copies."""
     policy = priced(7, [], draft=0.1, row=0.01)
     monkeypatch.setattr(policy.copying, "pays", lambda *_: None)  # no copy in a draft's place
     monkeypatch.setattr(policy.copying, "instead_of_path", lambda *_: None)
@@ -276,7 +281,7 @@ def test_several_prompts(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
 def test_texts_that_take_turns_with_one_policy(
     model: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
-    """A copy that was found worth it is offered after another text's round, or its start or end."""
+    """A copy found worthwhile is still offered after another text's round, start or end."""
     texts = [CIRCLE, [200 + t for t in CIRCLE], CIRCLE[:60]]
     for slots, kind in ((0, ""), (7, "right"), (7, "wrong")):
         policy = priced(slots, [], draft=0.5)

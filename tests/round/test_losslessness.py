@@ -1,7 +1,7 @@
 """The real policy and the real acceptance, by exact enumeration in float64.
 
 All drafts, all outcomes of the tests and all following tokens of one round are summed, each with
-its probability; the law of the text must be the target's. Toy targets know the whole prefix.
+its probability; the text must have the target's distribution. Toy targets know the whole prefix.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.rules import verify_length
 
 Path = tuple[int, ...]
-Law = np.ndarray
+Probs = np.ndarray
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -67,8 +67,8 @@ class Toy:
         proposal = Proposal(mx.array(self.candidates), rows[0], rows, confidence)
         known = evidence(proposal, mx.array(picks), mx.array(rows), frozenset())
         greedy = [int(self.q[0, 0].argmax())]
-        for law in self.q[1:]:
-            greedy.append(int(law[greedy[-1]].argmax()))
+        for probs in self.q[1:]:
+            greedy.append(int(probs[greedy[-1]].argmax()))
         greedy_path = evidence(proposal, mx.array(greedy), mx.array(rows), frozenset())
         draft = Draft(
             mx.array(tokens), mx.array(self.candidates), float64(rows), known, greedy_path
@@ -76,21 +76,21 @@ class Toy:
         return draft, float(np.prod(rows[np.arange(self.M), list(picks)]))
 
     def rows(self, tokens: list[int]) -> mx.array:
-        """The target's laws after each prefix of the tokens."""
+        """The target's distributions after each prefix of the tokens."""
         return float64(np.stack([self.p[tuple(tokens[:i])] for i in range(len(tokens) + 1)]))
 
-    def wanted(self) -> Law:
-        law = np.zeros((self.V,) * (self.M + 1))
-        self.go_on(law, (), 1.0)
-        return law
+    def wanted(self) -> Probs:
+        probs = np.zeros((self.V,) * (self.M + 1))
+        self.go_on(probs, (), 1.0)
+        return probs
 
-    def go_on(self, law: Law, text: Path, chance: float) -> None:
-        """The rest of the text is the target's own."""
+    def go_on(self, probs: Probs, text: Path, chance: float) -> None:
+        """The target decodes the rest of the text."""
         if len(text) == self.M + 1:
-            law[text] += chance
+            probs[text] += chance
             return
         for x in range(self.V):
-            self.go_on(law, (*text, x), chance * self.p[text][x])
+            self.go_on(probs, (*text, x), chance * self.p[text][x])
 
 
 def outcomes(chances: mx.array) -> list[tuple[float, mx.array]]:
@@ -104,9 +104,9 @@ def outcomes(chances: mx.array) -> list[tuple[float, mx.array]]:
     return cases
 
 
-def law_of_copy(toy: Toy, tokens: list[int]) -> Law:
-    """The law of M + 1 tokens, the first ones from a round that offers these, copied."""
-    law = np.zeros((toy.V,) * (toy.M + 1))
+def probs_of_copy(toy: Toy, tokens: list[int]) -> Probs:
+    """The distribution of M + 1 tokens, the first ones from a round that offers these copies."""
+    probs = np.zeros((toy.V,) * (toy.M + 1))
     for picks in product(range(toy.V), repeat=len(tokens) + 1):
         chance = np.prod([toy.p[tuple(tokens[:i])][x] for i, x in enumerate(picks)])
         left = list(picks)
@@ -115,34 +115,34 @@ def law_of_copy(toy: Toy, tokens: list[int]) -> Law:
             mx.zeros((len(tokens) + 1, toy.V)),
             lambda _: mx.array([left.pop(0)]),  # noqa: B023
         )
-        toy.go_on(law, (*tokens[:n], following), float(chance))
-    return law
+        toy.go_on(probs, (*tokens[:n], following), float(chance))
+    return probs
 
 
-def law_with_copies(toy: Toy, copied: Callable[[Draft], list[int]], auto: Auto) -> Law:
-    """The law of a round that offers a copy, or the draft, after drawing the draft."""
-    law = np.zeros((toy.V,) * (toy.M + 1))
+def probs_with_copies(toy: Toy, copied: Callable[[Draft], list[int]], auto: Auto) -> Probs:
+    """The distribution of a round that draws a draft, then offers it or a copy."""
+    probs = np.zeros((toy.V,) * (toy.M + 1))
     for picks in product(range(toy.K), repeat=toy.M):
         full, drawn = toy.draft(picks)
         tokens = copied(full)
         if tokens:
-            law += drawn * law_of_copy(toy, tokens)
+            probs += drawn * probs_of_copy(toy, tokens)
         else:
-            law += law_of_round(toy, chosen(auto, toy.M), block=True, tested=True, only=picks)
-    return law
+            probs += probs_of_round(toy, chosen(auto, toy.M), block=True, tested=True, only=picks)
+    return probs
 
 
-def law_of_round(
+def probs_of_round(
     toy: Toy,
     choose: Callable[[Draft], int],
     *,
     block: bool,
     tested: bool,
     only: Path | None = None,
-) -> Law:
-    """The law of M + 1 tokens, the first ones from a round whose length is chosen after drawing;
-    or the part of it where these candidates are drawn."""
-    law = np.zeros((toy.V,) * (toy.M + 1))
+) -> Probs:
+    """The distribution of M + 1 tokens, the first ones from a round that chooses its length after
+    drawing; only: the part of it where these candidates are drawn."""
+    probs = np.zeros((toy.V,) * (toy.M + 1))
     for picks in [only] if only else product(range(toy.K), repeat=toy.M):
         full, drawn = toy.draft(picks)
         length = choose(full)
@@ -150,22 +150,22 @@ def law_of_round(
         tokens = draft.tokens.tolist()
         p = toy.rows(tokens[:length])
         if not tokens:
-            toy.go_on(law, (), drawn)
+            toy.go_on(probs, (), drawn)
             continue
         reach, keep = block_chances(draft, p) if block else (None, acceptance(draft, p))
         for chance, uniform in outcomes(keep):
             n = longest_accepted(keep, uniform) if block else accepted(keep, uniform)
-            if n.item() == len(p):  # the last row tested the last token, and it stands
-                toy.go_on(law, tuple(tokens), drawn * chance)
+            if n.item() == len(p):  # the last row tested the last token and accepted it
+                toy.go_on(probs, tuple(tokens), drawn * chance)
                 continue
             left = np.array(residual(draft, p, n, 1.0 if reach is None else reach[n]))
             for x, share in enumerate(left / left.sum()):
                 text = (*tokens[: n.item()], x)
-                toy.go_on(law, text, drawn * chance * float(share))
-    return law
+                toy.go_on(probs, text, drawn * chance * float(share))
+    return probs
 
 
-def distance(a: Law, b: Law) -> float:
+def distance(a: Probs, b: Probs) -> float:
     return float(np.abs(a - b).sum() / 2)
 
 
@@ -175,7 +175,7 @@ def policy(toy: Toy, seed: int, sampled: bool = True) -> Auto:
     rows = tuple(1 + np.cumsum(rng.exponential(0.6, toy.M + 1) * rng.integers(0, 2, toy.M + 1)))
     auto = Auto(Costs(Curve((1, 2), (1, 1), (0.2, 0.2), (rows, rows))), uncalibrated(toy.M))
     auto.start_text(Statistics(), Sampler(temp=1.0 if sampled else 0.0), 1)
-    auto.count(rng.uniform(0.5, 3), rng.uniform(0.5, 3), fading=0)
+    auto.forecast.count(rng.uniform(0.5, 3), rng.uniform(0.5, 3), fading=0)
     return auto
 
 
@@ -195,16 +195,16 @@ def on_cpu() -> None:
 @pytest.mark.parametrize("block", [True, False])
 @settings(deadline=None, max_examples=15)
 @given(V=st.integers(2, 3), M=st.integers(2, 3), seed=st.integers(0, 9999), data=st.data())
-def test_the_policy_keeps_the_law_of_sampled_text(
+def test_the_policy_keeps_the_distribution_of_sampled_text(
     block: bool, V: int, M: int, seed: int, data: st.DataObject
 ) -> None:
     toy = Toy(V, data.draw(st.integers(2, V)), M, seed)
     choose = chosen(policy(toy, seed + 1), M)
-    assert distance(law_of_round(toy, choose, block=block, tested=True), toy.wanted()) < 1e-12
+    assert distance(probs_of_round(toy, choose, block=block, tested=True), toy.wanted()) < 1e-12
 
 
 def test_the_policy_varies_its_length_with_the_draft() -> None:
-    """What the law's test is worth: among its toys some drafts are cut shorter than others."""
+    """Else the test above would prove little: some of its drafts are cut shorter than others."""
     varied = [
         len(lengths(toy := Toy(3, 3, 3, s), chosen(policy(toy, s + 1), 3))) for s in range(40)
     ]
@@ -222,13 +222,13 @@ def test_a_retrospective_rule_is_caught(block: bool) -> None:
         return verify_length(chances, [1.0, 1.7, 1.7, 1.7], [1.0] * 3)
 
     assert lengths(toy, choose) == {0, 3}
-    law = law_of_round(toy, choose, block=block, tested=True)
-    assert distance(law, toy.wanted()) > 1e-3
+    probs = probs_of_round(toy, choose, block=block, tested=True)
+    assert distance(probs, toy.wanted()) > 1e-3
 
 
-def law_of_whole(toy: Toy, offer: Callable[[Draft], Draft]) -> Law:
-    """The law where all of some draft is offered, which is made of the drawn one."""
-    law = np.zeros((toy.V,) * (toy.M + 1))
+def probs_of_whole_drafts(toy: Toy, offer: Callable[[Draft], Draft]) -> Probs:
+    """The distribution where a draft made from the drawn one is offered whole."""
+    probs = np.zeros((toy.V,) * (toy.M + 1))
     for picks in product(range(toy.K), repeat=toy.M):
         full, drawn = toy.draft(picks)
         draft = offer(full)
@@ -239,13 +239,13 @@ def law_of_whole(toy: Toy, offer: Callable[[Draft], Draft]) -> Law:
             n = longest_accepted(keep, uniform)
             left = np.array(residual(draft, p, n, reach[n]))
             for x, share in enumerate(left / left.sum()):
-                toy.go_on(law, (*offered[: n.item()], x), drawn * chance * float(share))
-    return law
+                toy.go_on(probs, (*offered[: n.item()], x), drawn * chance * float(share))
+    return probs
 
 
 @settings(deadline=None, max_examples=15)
 @given(V=st.integers(2, 3), M=st.integers(2, 3), seed=st.integers(0, 9999))
-def test_a_copy_behind_drawn_tokens_keeps_the_distribution(V: int, M: int, seed: int) -> None:
+def test_a_copy_after_drawn_tokens_keeps_the_distribution(V: int, M: int, seed: int) -> None:
     """Which one, and whether there is any, depends on the drawn tokens before it."""
     toy, rng = Toy(V, V, M, seed), np.random.default_rng(seed)
     follows = {path: int(rng.integers(-1, V)) for path in product(range(V), repeat=M - 1)}
@@ -255,7 +255,7 @@ def test_a_copy_behind_drawn_tokens_keeps_the_distribution(V: int, M: int, seed:
         token = follows[tuple(before.tokens.tolist())]
         return before if token < 0 else copied(Copy(3, [token], after=M - 1), before)
 
-    assert distance(law_of_whole(toy, offer), toy.wanted()) < 1e-12
+    assert distance(probs_of_whole_drafts(toy, offer), toy.wanted()) < 1e-12
 
 
 def test_a_copy_that_replaces_some_drawn_tokens_is_caught() -> None:
@@ -267,7 +267,7 @@ def test_a_copy_that_replaces_some_drawn_tokens_is_caught() -> None:
             return draft
         return copied(Copy(3, [int(toy.candidates[2, 0])], after=2), draft.first(2))
 
-    assert distance(law_of_whole(toy, offer), toy.wanted()) > 1e-3
+    assert distance(probs_of_whole_drafts(toy, offer), toy.wanted()) > 1e-3
 
 
 def copying(toy: Toy, auto: Auto, seed: int) -> Callable[[Draft], list[int]]:
@@ -305,12 +305,12 @@ class Looked(Lookup):
 @given(V=st.integers(2, 3), M=st.integers(2, 3), seed=st.integers(0, 9999))
 def test_the_choice_of_a_copy_keeps_the_distribution(V: int, M: int, seed: int) -> None:
     toy, auto = Toy(V, V, M, seed), policy(Toy(V, V, M, seed), seed + 1)
-    law = law_with_copies(toy, copying(toy, auto, seed), auto)
-    assert distance(law, toy.wanted()) < 1e-12
+    probs = probs_with_copies(toy, copying(toy, auto, seed), auto)
+    assert distance(probs, toy.wanted()) < 1e-12
 
 
 def test_the_policy_offers_copies_and_drafts() -> None:
-    """What that test is worth: it sees both, and the choice never depends on the draws."""
+    """Else the test above would prove little: both occur, whatever was drawn."""
     offered = []
     for seed in range(40):
         toy = Toy(3, 3, 3, seed)
@@ -327,10 +327,10 @@ def test_a_copy_chosen_for_the_drawn_token_is_caught() -> None:
     toy = Toy(3, 3, 3, 1)
     auto = policy(toy, 1)
     tokens = [int(toy.candidates[0, 1]), 0, 1]
-    law = law_with_copies(
+    probs = probs_with_copies(
         toy, lambda draft: tokens if draft.tokens[0].item() != tokens[0] else [], auto
     )
-    assert distance(law, toy.wanted()) > 1e-3
+    assert distance(probs, toy.wanted()) > 1e-3
 
 
 def test_dropping_a_token_for_its_own_draw_needs_the_tested_ending() -> None:
@@ -340,8 +340,8 @@ def test_dropping_a_token_for_its_own_draw_needs_the_tested_ending() -> None:
         return 2 if draft.tokens[0].item() == toy.candidates[0, 0] else 0
 
     for block in (True, False):
-        tested = law_of_round(toy, choose, block=block, tested=True)
-        fresh = law_of_round(toy, choose, block=block, tested=False)
+        tested = probs_of_round(toy, choose, block=block, tested=True)
+        fresh = probs_of_round(toy, choose, block=block, tested=False)
         assert distance(tested, toy.wanted()) < 1e-12
         assert distance(fresh, toy.wanted()) > 1e-2
 
@@ -352,8 +352,8 @@ def test_blocks_keep_at_least_as_many_tokens(seed: int, length: int, tested: boo
     toy = Toy(3, 2, 3, seed)
     kept = {True: 0.0, False: 0.0}
     for block in kept:
-        law = law_of_round(toy, lambda _: length, block=block, tested=tested)
-        assert distance(law, toy.wanted()) < 1e-12
+        probs = probs_of_round(toy, lambda _: length, block=block, tested=tested)
+        assert distance(probs, toy.wanted()) < 1e-12
     for picks in product(range(toy.K), repeat=toy.M):
         full, drawn = toy.draft(picks)
         draft = full.first(length + tested)
@@ -368,22 +368,22 @@ def test_blocks_keep_at_least_as_many_tokens(seed: int, length: int, tested: boo
 
 
 def test_blocks_keep_more_tokens_in_the_published_toy() -> None:
-    """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3) at every step, two drafted: 10/9 tokens stand
-    token by token and 11/9 as a block (Sun et al., section 1)."""
+    """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3) at every step, two drafted: 10/9 tokens are
+    accepted token by token and 11/9 as a block (Sun et al., section 1)."""
     toy = Toy(2, 2, 2, 0)
     toy.p = {prefix: np.array([1 / 3, 2 / 3]) for prefix in toy.p}
     toy.candidates = np.array([[0, 1], [0, 1]])
     toy.q = np.broadcast_to(np.array([2 / 3, 1 / 3]), (2, 2, 2))
-    stood = {True: 0.0, False: 0.0}
+    counts = {True: 0.0, False: 0.0}
     for picks in product(range(2), repeat=2):
         draft, drawn = toy.draft(picks)
         p = toy.rows(draft.tokens.tolist())
-        for block in stood:
+        for block in counts:
             keep = block_chances(draft, p)[1] if block else acceptance(draft, p)
             count = longest_accepted if block else accepted
-            stood[block] += drawn * sum(c * count(keep, u).item() for c, u in outcomes(keep))
-    assert stood[False] == pytest.approx(10 / 9)
-    assert stood[True] == pytest.approx(11 / 9)
+            counts[block] += drawn * sum(c * count(keep, u).item() for c, u in outcomes(keep))
+    assert counts[False] == pytest.approx(10 / 9)
+    assert counts[True] == pytest.approx(11 / 9)
 
 
 @settings(deadline=None, max_examples=20)
@@ -396,7 +396,7 @@ def test_one_hot_drafts_allow_any_length(seed: int) -> None:
     draft = toy.draft((0, 1, 0))[0]._replace(q=None)
     length = auto.length(draft, 3, 1, 0.0)
     tokens = draft.tokens.tolist()[:length]
-    law = np.zeros((3,) * 4)
+    probs = np.zeros((3,) * 4)
     for picks in product(range(3), repeat=length + 1):
         chance = np.prod([toy.p[tuple(tokens[:i])][x] for i, x in enumerate(picks)])
         left = list(picks)
@@ -405,5 +405,5 @@ def test_one_hot_drafts_allow_any_length(seed: int) -> None:
             mx.zeros((length + 1, 3)),
             lambda _: mx.array([left.pop(0)]),  # noqa: B023
         )
-        toy.go_on(law, (*tokens[:n], following), float(chance))
-    assert distance(law, toy.wanted()) < 1e-12
+        toy.go_on(probs, (*tokens[:n], following), float(chance))
+    assert distance(probs, toy.wanted()) < 1e-12

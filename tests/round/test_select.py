@@ -96,7 +96,7 @@ def test_slots_on_their_own_need_no_walk(cap: float | None, top_k: int) -> None:
 
 
 @pytest.mark.parametrize(("V", "K"), [(5, 16), (40, 16), (9000, 16), (9000, 1), (16, 16)])
-def test_the_law_of_slots_on_their_own_is_that_of_their_candidates(V: int, K: int) -> None:
+def test_slots_on_their_own_have_the_distribution_of_their_candidates(V: int, K: int) -> None:
     """Softmax over the K best of all, in any order: small and large vocabularies are searched
     differently."""
     drafter = tiny_dflash(tiny_target(), top_k=K)
@@ -124,16 +124,16 @@ def test_evidence_is_there_if_asked_for(sampler: Sampler | None) -> None:
     st.lists(st.lists(st.floats(-8, 8), min_size=4, max_size=4), min_size=1, max_size=5),
     st.integers(0, 5),
 )
-def test_log_odds_of_laws_and_confidences(scores: list[list[float]], end: int) -> None:
+def test_log_odds_of_probs_and_confidences(scores: list[list[float]], end: int) -> None:
     """Against float64: log p/(1 - p) of the top entry, and of the confidence; -inf after an end."""
-    law = np.exp(np.array(scores))
-    law = (law / law.sum(axis=1, keepdims=True)).astype(np.float32)
-    top, tokens = law.argmax(axis=1), mx.arange(len(law))
-    p = law.astype(float)
+    probs = np.exp(np.array(scores))
+    probs = (probs / probs.sum(axis=1, keepdims=True)).astype(np.float32)
+    top, tokens = probs.argmax(axis=1), mx.arange(len(probs))
+    p = probs.astype(float)
     others = np.array([np.delete(row, i).sum() for row, i in zip(p, top, strict=True)])
     wanted = np.log(p.max(axis=1) / others)
     wanted[end + 1 :] = -np.inf
-    found = Evidence(tokens, mx.array(law), frozenset([end])).log_odds()
+    found = Evidence(tokens, mx.array(probs), frozenset([end])).log_odds()
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
     sure = np.clip(p[:, 0], 1e-6, 1 - 1e-6).astype(np.float32)
     found = Evidence(tokens, mx.array(sure)).log_odds()
@@ -145,7 +145,7 @@ def test_log_odds_of_certainty() -> None:
     assert all(np.isnan(log_odds(c)) for c in (np.nan, [np.nan, np.nan]))
 
 
-def path_law(proposal: Proposal, temperature: float) -> np.ndarray:
+def path_probs(proposal: Proposal, temperature: float) -> np.ndarray:
     """P(path) of two slots, by the definition."""
     first = np.array(proposal.first, np.float64) / temperature
     second = np.array(proposal.transitions[0], np.float64) / temperature
@@ -157,7 +157,7 @@ def path_law(proposal: Proposal, temperature: float) -> np.ndarray:
 @pytest.mark.parametrize(("temperature", "fits"), [(0.7, True), (1.0, False)])
 @pytest.mark.slow
 def test_sampled_paths_follow_the_rows(temperature: float, fits: bool) -> None:
-    """4,000 paths drawn at temperature 0.7; the law at temperature 1 must be told apart."""
+    """4,000 paths drawn at temperature 0.7; a test against temperature 1 must fail."""
     proposal = random_proposal(2, 3, 20)
     counts = np.zeros((3, 3))
     index = [{token: i for i, token in enumerate(row)} for row in proposal.candidates.tolist()]
@@ -166,12 +166,12 @@ def test_sampled_paths_follow_the_rows(temperature: float, fits: bool) -> None:
     for draft in drafts:
         a, b = draft.tokens.tolist()
         counts[index[0][a], index[1][b]] += 1
-    expected = path_law(proposal, temperature) * counts.sum()
+    expected = path_probs(proposal, temperature) * counts.sum()
     p_value = stats.chisquare(counts.ravel(), expected.ravel()).pvalue
     assert (p_value > 0.01) == fits
 
 
-def test_q_is_the_law_of_the_row_that_was_walked() -> None:
+def test_q_is_the_distribution_of_the_row_that_was_walked() -> None:
     proposal = random_proposal(4, 5, 30)
     sampler = Sampler(temp=0.8)
     draft = select(proposal, sampler)
@@ -207,8 +207,8 @@ def test_truncation_applies_to_drafts() -> None:
 
 
 @pytest.mark.parametrize("sampler", [None, Sampler(temp=1.0)])
-def test_no_slot_stands_after_a_stop_token(sampler: Sampler | None) -> None:
-    """Tokens and laws stay as they are; the evidence of all later slots is -inf."""
+def test_no_slot_counts_after_a_stop_token(sampler: Sampler | None) -> None:
+    """Tokens and probs stay as they are; the evidence of all later slots is -inf."""
     proposal = random_proposal(6, 4, 50)
     plain = select(proposal)
     stop = [999, None, plain.tokens[2].item()]

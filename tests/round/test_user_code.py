@@ -206,7 +206,7 @@ OUTSIDE = st.one_of(st.integers(VOCABULARY, (1 << 31) - 1), st.integers(-(1 << 3
 def test_a_samplers_token_outside_the_vocabulary_is_named(
     token: int, at: int, how: str | int
 ) -> None:
-    """It is never fed: MLX would read outside the embedding, and the interpreter may end there."""
+    """It is never fed: MLX would read outside the embedding, which can crash the interpreter."""
     model, tokenizer = tiny_target(), load_tokenizer(DEMO / "target")
     wrong = ReturnsFrom(at, greedy_sampler, mx.array([token]))
     options: dict[str, Any] = {"max_tokens": 12, "sampler": wrong}

@@ -1,4 +1,4 @@
-"""Replies to requests that come together are those of plain decoding by mlx-lm, each alone."""
+"""Replies to concurrent requests are those of mlx-lm's plain decoding, one by one."""
 
 import random
 import shutil
@@ -37,14 +37,22 @@ def at_once(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[Any
         return list(clients.map(lambda body: server.request(path, body), bodies))
 
 
-def test_mixed_requests_at_once(shipped: Server) -> None:
-    """Greedy, seeded, penalised, undrafted, with stop strings, whole and streamed."""
+@pytest.fixture(scope="module")
+def mixed() -> list[tuple[dict[str, Any], tuple[str, str]]]:
+    """Requests with what plain decoding replies: greedy, seeded, penalised, undrafted, with stop
+    strings, whole and streamed."""
     draw = Draw(random.Random(3), {}, Reference(DEMO / "target"))
     bodies = [draw.request() for _ in range(30)]
-    replies = at_once(shipped, CHAT, bodies)
-    for body, reply in zip(bodies, replies, strict=True):
+    return [(body, draw.reference.reply(body)) for body in bodies]
+
+
+def test_mixed_requests_at_once(
+    shipped: Server, mixed: list[tuple[dict[str, Any], tuple[str, str]]]
+) -> None:
+    replies = at_once(shipped, CHAT, [body for body, _ in mixed])
+    for (body, plain), reply in zip(mixed, replies, strict=True):
         assert reply.status == 200
-        assert text_of(reply) == draw.reference.reply(body), body
+        assert text_of(reply) == plain, body
     told = [reply.body["usage"]["dspine"] for reply in replies if not reply.events]
     assert max(usage["texts_per_step"] or 0 for usage in told) > 2
     assert sum(usage["path"] == "batched" for usage in told) > len(told) / 2
@@ -105,7 +113,7 @@ def check_in_turn(folder: Path, *flags: str) -> None:
     assert {reply.body["usage"]["dspine"]["path"] for reply in replies} == {"speculative"}
 
 
-def test_a_request_with_another_drafter_ends_nobody(tmp_path: Path) -> None:
+def test_a_request_with_another_drafter_ends_no_other_one(tmp_path: Path) -> None:
     model = build("qwen3")
     target, drafter, tokenizer = save_pair(tmp_path, "qwen3", model)
     other = str(shutil.copytree(drafter, tmp_path / "other"))

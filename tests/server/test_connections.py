@@ -1,4 +1,4 @@
-"""Connections: bounded in number and in the time before a request is there."""
+"""Connections: limits on their number, and on the time until a request arrives."""
 
 import json
 import os

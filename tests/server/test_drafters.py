@@ -10,6 +10,8 @@ from tests.support.dflash2 import dflash2_zlab
 from tests.support.domino import domino_specforge
 from tests.support.serving import ALL, UNICODE, serving
 
+pytestmark = pytest.mark.slow
+
 SHAPE = Shape(H=64, I=64, V=2057, taps=(0, 1), B=5)
 DRAFTERS = {"dflash2": dflash2_zlab(SHAPE), "domino": domino_specforge(SHAPE)}
 

@@ -135,7 +135,7 @@ def test_whatever_a_field_holds_the_reply_is_whole_or_a_4xx(
     assert server.request("/health").status == 200
 
 
-def test_what_can_not_be_had_leaves_the_loaded_target(
+def test_what_can_not_be_loaded_leaves_the_loaded_target(
     server: Server, scripted: tuple[str, str]
 ) -> None:
     """An adapter or model that isn't there: mlx_lm's own provider unloads first and asks later."""

@@ -1,4 +1,4 @@
-"""Fields of a request: what passes can be sampled with, in half precision too."""
+"""Fields of a request: whatever passes the checks can be sampled with, also in half precision."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Numbers that mlx_lm.server would take as they come."""
+"""Numbers that mlx_lm.server would not check."""
 
 from argparse import Namespace
 from typing import Any

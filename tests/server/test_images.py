@@ -1,4 +1,4 @@
-"""Images: nothing is fetched for a text model, and only what is public and small otherwise."""
+"""Images: a text model fetches none, and other models only small public ones."""
 
 import base64
 import http.server

@@ -1,4 +1,4 @@
-"""Which models a server has, which a request may name, and what a bad one leaves behind."""
+"""Which models a server has, which a request may name, and that a bad one changes nothing."""
 
 import json
 import shutil

@@ -46,19 +46,25 @@ def floats(part: Any, cache: Any) -> np.ndarray:
 
 
 def softmax_attention(q: mx.array, attended: Attended) -> np.ndarray:
-    """In float64, a row at a time. mask: causal, or a boolean array. A row that sees nothing: 0."""
+    """In float64, a row at a time. mask: causal, or an array, boolean or added to the scores. A row
+    that sees nothing: 0."""
     q64, sinks = wide(q), None if attended.sinks is None else wide(attended.sinks)
     k, v = floats(attended.keys, attended.cache), floats(attended.values, attended.cache)
     B, heads, L, _ = q64.shape
     S, share = k.shape[2], heads // k.shape[1]
     seen = np.tril(np.ones((L, S), bool), S - L)
-    if isinstance(attended.mask, mx.array):
+    added: np.ndarray = np.zeros((L, S))
+    if isinstance(attended.mask, mx.array) and attended.mask.dtype == mx.bool_:
         seen = np.array(attended.mask)
-    seen = np.broadcast_to(seen, (B, heads, L, S))
+    elif isinstance(attended.mask, mx.array):
+        added = wide(attended.mask)
+        seen = added > -np.inf
+    seen, added = (np.broadcast_to(a, (B, heads, L, S)) for a in (seen, added))
     out = np.zeros((B, heads, L, v.shape[3]))
     for b, h, i in np.ndindex(B, heads, L):
         keys = seen[b, h, i]
         scores = k[b, h // share, keys] @ q64[b, h, i] * attended.scale
+        scores = scores + added[b, h, i, keys]
         least = -np.inf if sinks is None else sinks[h]
         top = max(scores.max(initial=-np.inf), least)
         weights = np.exp(scores - top)

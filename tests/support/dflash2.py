@@ -4,9 +4,12 @@ known: names and shapes as published, tensor by tensor."""
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from dspine_mlx.convert.reference import Head
+from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.proposal import Proposal
 from tests.support.checkpoints import Checkpoint, Maker, Shape, Weights
 
 
@@ -173,3 +176,16 @@ def known() -> tuple[Weights, Head, np.ndarray]:
     assert len(weights) == 36
     head = Head(fill(37, (20, 8), 1, 0), fill(38, (20, 8), 1, 0))
     return weights, head, fill(39, (9, 16), 1, 0)
+
+
+def propose(
+    drafter: Drafter, features: np.ndarray, anchor: int, chunks: tuple[int, ...] = ()
+) -> Proposal:
+    """Feed all chunks of features but the last ahead; the last comes with the anchor."""
+    cache = drafter.make_cache()
+    *ahead, last = np.split(features, np.cumsum(chunks, dtype=int))
+    for part in ahead:
+        drafter.extend(mx.array(part)[None], cache)
+    proposal = drafter.propose(anchor, mx.array(last)[None], cache).ranked()
+    assert {c.offset for c in cache} == {len(features)}  # the block's rows are gone
+    return proposal

@@ -1,4 +1,4 @@
-"""The documentation as data: pages, blocks, commands, and what stands for a user's own models."""
+"""The documentation as data: pages, blocks, commands, and stand-ins for a user's own models."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from dspine_mlx.load import DEMO
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
-# Written behind a fence's language, where no reader sees it: ```bash needs="a network"
+# Written after a fence's language, where no reader sees it: ```bash needs="a network"
 NEEDS = {"a Mac", "several Macs", "a network", "a process of its own", "time"}
-PLACEHOLDERS = {  # names in the documentation, and what they stand for in tests
+PLACEHOLDERS = {  # names in the documentation, and what tests put in their place
     "mlx-community/Qwen3-8B-4bit": str(DEMO / "target"),
     "TARGET": str(DEMO / "target"),
     "OWNER/DRAFTER": str(DEMO / "drafter"),

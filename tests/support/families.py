@@ -256,7 +256,7 @@ def drafter_config(model: nn.Module, **changes: Any) -> DrafterConfig:
 
 
 def random_drafter(model: nn.Module, **changes: Any) -> Drafter:
-    """A DFlash drafter that fits the model and knows nothing: nearly all it says is refused."""
+    """A DFlash drafter that fits the model and knows nothing: hardly a token is accepted."""
     mx.random.seed(1)
     return DFlash(drafter_config(model, **changes)).bind(Target(model))
 

@@ -3,11 +3,13 @@
 A request with frequency_penalty 0.125 has a logits processor that raises at its sixth token, and
 one with 0.25 a processor that never returns once the file that $HANGS names is there. With 0.375
 the target's next forward over several texts raises, once, at that request's sixth token.
+Chat templates get one second.
 """
 
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +18,7 @@ import mlx_lm.server
 from mlx_lm.sample_utils import LogitsProcessor
 
 from dspine_mlx.batch.batch import Batch
-from dspine_mlx.server import main
+from dspine_mlx.server import main, prompts
 
 stock = mlx_lm.server._make_logits_processors
 
@@ -58,4 +60,5 @@ breaking = patch.object(Batch, "feed", out_of_memory)
 
 if __name__ == "__main__":
     mlx_lm.server._make_logits_processors = faulty
+    prompts.rendering = partial(prompts.rendering, 1.0)
     main(sys.argv[1:])

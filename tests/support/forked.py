@@ -12,6 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -36,7 +37,8 @@ class Template:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.forked"],
-            env=os.environ | {"MLX_DISABLE_COMPILE": "1"},
+            env=os.environ
+            | {"MLX_DISABLE_COMPILE": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(empty_hub())},
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -49,6 +51,12 @@ class Template:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
+
+
+def empty_hub() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"dspine-mlx-test-hub-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @cache

@@ -15,7 +15,7 @@ generation = import_module("dspine_mlx.generate")  # the package's `generate` is
 
 @dataclass
 class Copying(Fixed):
-    """Offers every copy, whole. after: behind so many drafted tokens; None: in place of a draft."""
+    """Offers every copy, whole: after this many drafted tokens, or in place of a draft (None)."""
 
     tokens: int = COPIED
     copies: CopyChances | None = field(default_factory=CopyChances)

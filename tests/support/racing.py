@@ -1,4 +1,4 @@
-"""A race without a GPU: plain MLX stands in for kernels, and a clock says what the test wants."""
+"""A race without a GPU: plain MLX stands in for kernels, and the clock is fake."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from dspine_mlx.metal import rows, rows_exact
 from dspine_mlx.metal.attention import Attended, Parts, attend
-from dspine_mlx.metal.exact_attention import ExactAttention, attend_apart
+from dspine_mlx.metal.exact_attention import AsHeads, ExactAttention, attend_apart
 from dspine_mlx.metal.experts import ExactExperts, Experts, gather, gather_apart
 from dspine_mlx.metal.rows import ROWS_TILE, Matrix
 from dspine_mlx.metal.rows_exact import ROWS_EXACT
@@ -93,6 +93,8 @@ class Track:
         self.parts.patch(monkeypatch, Parts)
         self.exact_attention = Attention(self, 0.6)
         self.exact_attention.patch(monkeypatch, ExactAttention)
+        self.as_heads = Attention(self, 0.8)
+        self.as_heads.patch(monkeypatch, AsHeads)
         self.experts = Attention(self, 0.7)
         self.experts.patch(monkeypatch, ExactExperts)
         for function, seconds in ((gather, lambda rows: self.stock),

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from safetensors.numpy import save_file
 
 from dspine_mlx.load import DEMO
 from tests.support.checkpoints import offsets
+from tests.support.forked import Forked
 
 ALL = ("--verify-length", "16")  # drafting in every round, whether or not it pays here
 H, RANK = 64, 64
@@ -193,9 +192,14 @@ class Reply:
     events: list[Any]  # of a stream, without [DONE]
 
 
+class Process(Forked):
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
 @dataclass
 class Server:
-    process: subprocess.Popen
+    process: Process
     port: int
     log: Path
     lock: IO[str] | None = None  # of the port
@@ -264,20 +268,10 @@ def start(module: str, folder: Path, *flags: str) -> Server:
     """`python -m module --port ... flags`, not yet listening."""
     folder.mkdir(parents=True, exist_ok=True)
     (port, lock), log = free_port(), folder / f"{module}.log"
-    environment = os.environ | {
-        "MLX_DISABLE_COMPILE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_CACHE": str(folder / "hub"),
-    }
-    (folder / "hub").mkdir(exist_ok=True)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, "--port", str(port), *flags],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-    return Server(process, port, log, lock)
+    log.write_text("")
+    null = Path(os.devnull)
+    command = ["-m", module, "--port", str(port), *flags]
+    return Server(Process(command, dict(os.environ), (null, null, log)), port, log, lock)
 
 
 def wait_until_up(server: Server, seconds: float = 180) -> Server:
@@ -304,6 +298,6 @@ def serving(module: str, folder: Path, *flags: str) -> Iterator[Server]:
         server.process.send_signal(signal.SIGINT)
         try:
             server.process.wait(20)
-        except subprocess.TimeoutExpired:
+        except AssertionError:
             server.process.kill()
             raise

@@ -8,10 +8,10 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3
 
 from dspine_mlx.batch.draft_rows import DraftRows
-from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.dflash import DFlash, DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import Proposal
+from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.target.model import Target
 from tests.support.tiny import SCRIPTS, VOCABULARY, Script, drafter_config, randomise
 
@@ -32,14 +32,15 @@ class ScriptedTexts(Drafter):
         features: mx.array,
         cache: list[DraftRows],
         slots: int | None = None,
-    ) -> list[AnyProposal]:
+    ) -> Proposals:
         self.calls += 1
         self.slots.append(slots or self.config.num_proposals)
         lengths = cache[0].lengths
         if features.shape[1]:
             self.extend(features, cache)
         positions = lengths.anchors.tolist()
-        return [self.scripted(*at) for at in zip(anchors.tolist(), positions, strict=True)]
+        texts = zip(anchors.tolist(), positions, strict=True)
+        return Proposals([self.scripted(*at) for at in texts])
 
     def propose(self, anchor: int | mx.array, features: mx.array, cache: list[Any]) -> Proposal:
         """For a text that is decoded alone."""

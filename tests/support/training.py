@@ -75,7 +75,7 @@ class NumpyLoss:
         self, w: Weights, c: Config, tokens: np.ndarray, features: np.ndarray, true: bool
     ) -> list[dict[str, Any]]:
         """What every proposal's loss needs: states, and after them what the method adds. The anchor
-        stands where the features end; true: its first layers see the true predecessors."""
+        is where the features end; true: its first layers see the true predecessors."""
         anchor = len(features)
         embedding = w.get("embed_tokens.weight", self.head.embedding)
         h = reference.embed_block(c, embedding, tokens[anchor])

@@ -10,8 +10,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.metal.attention import Attended, Parts
-from dspine_mlx.metal.exact_attention import ExactAttention, attend_apart
-from dspine_mlx.target import attention_race, row_kernels
+from dspine_mlx.metal.exact_attention import AsHeads, ExactAttention, attend_apart
+from dspine_mlx.target import attention_race, equal_rows, row_kernels
 from dspine_mlx.target.attention_race import attention_verdict, context_of
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, from_dict, name, to_dict
@@ -54,6 +54,7 @@ SPOILS: dict[str, Any] = {
     "wrong": lambda _, y, to: y + 1,
     "one row": lambda _, y, to: y + (mx.arange(4) == 3)[:, None],
     "behind a mask": lambda _, y, to: y + isinstance(to.mask, mx.array),
+    "a mask that is added": lambda _, y, to: y + (getattr(to.mask, "dtype", 0) == mx.float32),
 }
 
 
@@ -68,9 +69,9 @@ def test_a_wrong_one_loses(track: Track, fault: str) -> None:
 def test_packed_caches_and_sinks_take_part(track: Track) -> None:
     packed = LONG._replace(bits=8, group_size=32)
     assert attention_verdict(track.race(), packed, 4).product == Parts(4)
-    assert attention_verdict(track.race(), packed._replace(bits=6), 4) == Verdict(
-        STOCK, "no kernel serves it"
-    )
+    assert attention_verdict(track.race(), packed._replace(bits=6), 4).product == Parts(4)
+    odd = LONG._replace(head_size=36, value_size=36)
+    assert attention_verdict(track.race(), odd, 4) == Verdict(STOCK, "no kernel serves it")
     track.parts.spoil = lambda _, y, to: with_sinks(y, to)
     assert attention_verdict(track.race(), LONG, 4).product == Parts(4)
     assert attention_verdict(track.race(), LONG._replace(sinks=True), 4).product == STOCK
@@ -92,6 +93,46 @@ def test_an_exact_form_is_sought_at_both_ends(track: Track) -> None:
     assert "stock: not the bits of one row" in won.rejected
     wide_from = 100
     assert attention_verdict(track.race("exact"), EXACT, 4).product == APART
+
+
+PACKED = EXACT._replace(bits=8, group_size=32)
+
+
+def test_rows_run_as_heads_over_quantised_caches(track: Track) -> None:
+    """As many parts as MLX makes are found at lengths at which the rows' keys make two lengths of
+    them: fewer parts, or none, are right at others."""
+    track.spoil_stock = lambda y: y * LAST_BIT
+    lengths = set()
+
+    def split(cut: AsHeads, y: mx.array, to: Attended) -> mx.array:
+        lengths.add(to.length)
+        crossed = {cut.length(to.length - 3 + i) for i in range(4)}
+        wanted = {AsHeads(8).length(to.length - 3 + i) for i in range(4)}
+        return y if len(crossed) == len(wanted) else y * LAST_BIT
+
+    track.as_heads.spoil = split
+    won = attention_verdict(track.race("exact"), PACKED, 4)
+    assert won.product == AsHeads(8)
+    assert "rows as heads, keys in 1 parts: not the bits of one row" in won.rejected
+    assert "rows as heads, keys in 32 parts: not the bits of one row" in won.rejected
+    assert lengths == {74, 98, 106}
+    track.as_heads.spoil = lambda cut, y, to: y * LAST_BIT
+    assert attention_verdict(track.race("exact"), PACKED, 4).product == APART
+
+
+@pytest.mark.parametrize("rows", [2, 5, 17, 32])
+@pytest.mark.parametrize("context", [1, 1024, 4096, 8192, 16384])
+def test_lengths_at_which_the_rows_keys_make_two_lengths_of_parts(rows: int, context: int) -> None:
+    """For either number of parts that MLX may make; all within the stretch."""
+    found = attention_race.lengths("exact", PACKED._replace(context=context), rows)
+    for parts in (8, 32):
+        lengths = [{AsHeads(parts).length(S - i) for i in range(rows)} for S in found]
+        assert sum(len(of) > 1 for of in lengths[:2]) >= (2 if parts == 8 else 1)
+        assert sum(len(of) > 1 for of in lengths[2:]) >= (2 if parts == 8 else 1)
+    assert any(len({AsHeads(32).length(S - i) for i in range(rows)}) == 1 for S in found) or (
+        rows > 16
+    )
+    assert {context_of("exact", rows, S) for S in found} == {context}
 
 
 def test_mlxs_own_rows_win_in_exact_mode_where_they_are_exact_and_faster(track: Track) -> None:
@@ -224,6 +265,48 @@ def test_quantised_caches_are_raced_when_they_are_used(
     assert track.now == now
 
 
+def test_exact_mode_checks_the_target_once_more_with_quantised_caches(
+    track: Track, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where its rows run as heads over them. What fails there is not verified any more."""
+    monkeypatch.setattr(row_kernels, "EXACT_SECONDS", 1e9)
+    monkeypatch.setattr(row_kernels, "CHECK_SECONDS", 1e9)
+    target = Target(build("qwen2", 4, head_dim=32, hidden_size=128))
+
+    def exact() -> RowKernels:
+        kernels = settled(target, track, "exact", folder=tmp_path)
+        kernels.check([4], depths=(70,))
+        assert kernels.width_limit == 1
+        kernels.settle([2, 3], seconds=1e9)
+        kernels.check([2, 3], depths=(70,))
+        assert kernels.width_limit == 4
+        return kernels
+
+    monkeypatch.setattr(equal_rows, "DEPTHS", (70,))
+    fresh = exact()
+    fresh.expect_caches(8, 32)
+    assert {type(p) for p in products_of(fresh, 8)} == {AsHeads}
+    assert fresh.width_limit == 4
+    calls = track.as_heads.calls
+    track.as_heads.spoil = lambda cut, y, to: y * LAST_BIT
+    known = exact()  # as on file
+    known.expect_caches(8, 32)
+    assert (known.width_limit, track.as_heads.calls) == (4, calls)
+    (tmp_path / "exact.json").unlink()
+    wrong = exact()
+    wrong.expect_caches(8, 32)
+    assert wrong.width_limit == 1
+    assert wrong.unequal == dict.fromkeys((2, 3, 4), "logits differ after 70 positions")
+
+
+def products_of(kernels: RowKernels, bits: int) -> list[Any]:
+    return [
+        v.product
+        for (shape, _), v in kernels.verdicts.items()
+        if isinstance(shape, AttentionShape) and shape.bits == bits
+    ]
+
+
 def test_only_metal_races_attention(track: Track, target: Target) -> None:
     kernels = RowKernels(target, track.race("exact", CPU))
     kernels.settle([4], seconds=1e9)
@@ -256,6 +339,7 @@ def test_in_words(track: Track, target: Target) -> None:
     for product, words in (
         (Parts(16), "attention in 16 parts"),
         (ExactAttention(2, 64, 8), "exact attention in 64 blocks"),
+        (AsHeads(8), "rows as heads, keys in 8 parts"),
     ):
         assert from_dict(to_dict(product)) == product
         assert name(product) == words

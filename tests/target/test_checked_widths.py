@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """The widths of every check that ran; at 4 rows the target differs."""
     found: list[set[int]] = []
 
-    def unequal_widths(target: Target, widths: set[int], *_: Any) -> dict[int, str]:
+    def compared(target: Target, widths: list[int], *_: Any) -> Iterator[tuple[int, str]]:
         found.append(set(widths))
-        return {w: where for w, where in UNEQUAL.items() if w in widths}
+        yield from ((w, UNEQUAL.get(w, "")) for w in widths)
 
-    monkeypatch.setattr(row_kernels, "unequal_widths", unequal_widths)
+    monkeypatch.setattr(row_kernels, "compared_widths", compared)
     return found
 
 
@@ -76,6 +76,27 @@ def test_only_new_widths_are_checked(track: Track, asked: list[set[int]], tmp_pa
     assert asked == [{2, 4}, {3, 8}]
     assert (wider.checked, wider.unequal) == ({2, 3, 4, 8}, UNEQUAL)
     assert (narrow.checked, narrow.unequal) == ({3}, {})  # no width that nobody asked for
+
+
+def test_the_check_ends_when_its_time_is_up(
+    track: Track, asked: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The narrowest widths first; the next load goes on with the others. It says how far it is."""
+    compared = row_kernels.compared_widths
+
+    def slow(*args: Any) -> Iterator[tuple[int, str]]:
+        for pair in compared(*args):
+            track.now += 25.0
+            yield pair
+
+    monkeypatch.setattr(row_kernels, "compared_widths", slow)
+    told: list[str] = []
+    first = checked(track, tmp_path, *range(2, 8), told=told.append)
+    assert (first.checked, first.width_limit) == ({2, 3, 4}, 3)
+    assert [text.rpartition(": ")[2] for text in told[1:]] == [
+        "1 of 6 widths", "2 of 6 widths", "3 of 6 widths"]  # fmt: skip
+    assert checked(track, tmp_path, *range(2, 8)).checked == set(range(2, 8))
+    assert asked == [set(range(2, 8)), {5, 6, 7}]
 
 
 def test_without_a_folder_every_load_checks(track: Track, asked: list[set[int]]) -> None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from dspine_mlx.target.equal_rows import differing_widths, unequal_widths
+from dspine_mlx.target.equal_rows import Packing, differing_widths, unequal_widths
 from dspine_mlx.target.model import Target
 from tests.support.families import FAMILIES, WINDOW, build
 
@@ -37,10 +37,36 @@ def test_the_wheels_own_backend_is_equal(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
 def test_a_full_window_adds_in_another_order(family: str) -> None:
-    """One row is written over the oldest; several are put behind it, in the order of time."""
+    """One row is written over the oldest; several are appended, oldest first."""
     target = Target(build(family, 4))
     found = unequal_widths(target, WIDTHS, depths=(2 * WINDOW,))
     assert found == dict.fromkeys(WIDTHS, f"logits differ after {2 * WINDOW} positions")
+
+
+def test_each_position_of_the_contexts_is_fed_once() -> None:
+    """Deeper contexts go on from the others, and no width feeds them again."""
+    target, fed = Target(build("qwen3", 4)), 0
+    model = target.model
+
+    class Counting:
+        def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+            nonlocal fed
+            fed += tokens.size if tokens.size > max(WIDTHS) else 0
+            logits: mx.array = model(tokens, **options)
+            return logits
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+    target.model = Counting()
+    assert unequal_widths(target, WIDTHS, depths=(30, 90)) == {}
+    assert fed == 90
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_quantised_caches_are_equal_on_the_wheels_backend(family: str) -> None:
+    target = Target(build(family, 4, head_dim=32))
+    assert unequal_widths(target, WIDTHS, depths=(40,), packing=Packing(8, 32)) == {}
 
 
 def faulty(module: nn.Module, only: int, spoil: Any) -> Any:

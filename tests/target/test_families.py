@@ -19,7 +19,7 @@ from tests.support.tiny import plain_steps, same_steps
 NORMS = ("norm", "embedding_norm", "norm_f", "final_layernorm", "final_norm")
 
 
-@pytest.mark.parametrize("bits", [None, 4], ids=["float32", "4-bit"])
+@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taps_embedding_and_head(family: str, bits: int | None) -> None:
     """The last layer's tap, through the final norm and the head, says what the model says; caps and
@@ -66,7 +66,7 @@ def test_every_family_is_documented() -> None:
 
 
 SHORT = 12  # tokens in all stay inside the tiny windows, where rows of a block are bit-equal
-LAWS: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
+SAMPLING: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
     "greedy": ({}, {}),
     "penalties": ({}, {"repetition_penalty": 1.3, "presence_penalty": 0.4}),
     "top-p, bias": ({"temp": 0.9, "top_p": 0.8}, {"logit_bias": {5: 2.0}}),
@@ -75,17 +75,19 @@ LAWS: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize(
     "family", ["qwen3", "qwen2", "llama", "qwen3_moe", "gemma3", "gemma4_text", "gpt_oss"]
 )
-def test_two_turns_under_every_law(tokenizer: TokenizerWrapper, family: str, law: str) -> None:
+def test_two_turns_under_every_kind_of_sampling(
+    tokenizer: TokenizerWrapper, family: str, kind: str
+) -> None:
     """Seeded text and logprobs are mlx-lm's, in a first turn that is closed early and in a second
     one from its cache."""
     model = build(family)
     endless = TokenizerWrapper(tokenizer._tokenizer)
     endless.eos_token_ids = {-1}
-    temperature, penalties = LAWS[law]
+    temperature, penalties = SAMPLING[kind]
 
     def options(turn: int) -> dict[str, Any]:
         mx.random.seed(turn)

@@ -1,4 +1,4 @@
-"""The race: right before fast, on a clock that says what the test wants."""
+"""The race: correctness first, then speed, with a fake clock."""
 
 from collections.abc import Callable
 

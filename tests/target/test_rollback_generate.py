@@ -51,7 +51,7 @@ def drafted(
     return [r.token for r in responses]
 
 
-@pytest.mark.parametrize("bits", [None, 4], ids=["float32", "4-bit"])
+@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_mlx_lms(tokenizer: TokenizerWrapper, family: str, bits: int | None) -> None:
     """The text runs past the window; drafters know the text and spoil it, or know nothing."""

@@ -1,4 +1,4 @@
-"""The swap: which layers multiply by what, in verifying forwards and nowhere else."""
+"""Swapped layers: which products they use, in verify forwards and nowhere else."""
 
 import math
 from contextlib import ExitStack
@@ -278,7 +278,7 @@ def test_what_the_digest_depends_on(target: Target, track: Track) -> None:
     assert len(digests) == 4
     assert "" not in digests
     kernels.verdicts[shape, rows] = Verdict(Tile(1, 4), "another", 3.0, 4.0)
-    assert kernels.digest in digests  # times are no matter
+    assert kernels.digest in digests  # times don't matter
 
 
 def test_the_report_is_json_and_the_explanation_english(target: Target, track: Track) -> None:

@@ -150,7 +150,7 @@ def test_the_last_checkpoint_survives(how: str, tmp_path: Path) -> None:
     for _ in range(3):
         again.train_step()
     assert same(trainer, again)
-    run(trainer, tmp_path)  # and the rest of a broken one is in nobody's way
+    run(trainer, tmp_path)  # and what is left of a broken one blocks nothing
     assert [p.name for p in tmp_path.iterdir() if CHECKPOINT in p.name] == [CHECKPOINT]
 
 
@@ -167,7 +167,7 @@ def test_learning_rate_warms_up_and_falls_to_zero() -> None:
 
 
 def test_early_stop_after_patience(tmp_path: Path) -> None:
-    """At a rate of 0 nothing gets better: one export, then two evaluations in vain."""
+    """At a rate of 0 nothing improves: one export, then two evaluations without a better result."""
     trainer = make(TrainConfig(steps=50, learning_rate=0.0, evaluate_every=1, patience=2))
     exported: list[int] = []
     run(trainer, tmp_path, export=lambda: exported.append(trainer.step))

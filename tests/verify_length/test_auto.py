@@ -79,7 +79,7 @@ def test_the_best_fixed_length_is_matched_over_families_of_texts() -> None:
     assert np.mean([over_best_fixed(speed) for speed in speeds]) > 0.99
 
 
-def test_confidence_is_worth_something() -> None:
+def test_confidence_gains() -> None:
     """Over machines where drafting pays, chances that differ from block to block give more than the
     best fixed length; without any information, about the same."""
     gains: dict[float, list[float]] = {0.0: [], 1.0: []}

@@ -1,4 +1,4 @@
-"""Calibration: laws with a known answer, and files that don't fit."""
+"""Calibration: distributions with a known answer, and files that don't fit."""
 
 import json
 import logging
@@ -35,8 +35,8 @@ from tests.support.tiny import plain_steps, random_prompt, scripted, tiny_dflash
 
 def rounds_of(logits: np.ndarray, seed: int) -> np.ndarray:
     """Accepted tokens of rounds whose true conditional log-odds are given."""
-    stood = np.random.default_rng(seed).uniform(size=logits.shape) < sigmoid(logits)
-    return np.cumprod(stood, axis=1).sum(axis=1)
+    accepted = np.random.default_rng(seed).uniform(size=logits.shape) < sigmoid(logits)
+    return np.cumprod(accepted, axis=1).sum(axis=1)
 
 
 def test_ece_by_hand() -> None:
@@ -123,18 +123,18 @@ def test_no_weights_nearby_are_likelier(
     rounds: list[tuple[float, float, bool]], step: list[float]
 ) -> None:
     """Against the log posterior, written down again; also with no rounds or one kind of them."""
-    x, survival, stood = np.array(rounds, float).reshape(-1, 3).T
+    x, survival, accepted = np.array(rounds, float).reshape(-1, 3).T
     features, offset = np.stack([np.ones_like(x), np.minimum(x, 0)], axis=1), np.maximum(x, 0)
     survival, prior = 0.01 + 0.98 * survival, np.array([0.0, 1.0])
 
     def posterior(w: np.ndarray) -> float:
         chance = survival / (1 + np.exp(-(offset + features @ w)))
-        likelihood = np.prod(np.where(stood == 1, chance, 1 - chance))
+        likelihood = np.prod(np.where(accepted == 1, chance, 1 - chance))
         return float(np.log(likelihood) - PRIOR / 2 * ((w - prior) ** 2).sum())
 
     w = prior
     for _ in range(20):
-        w = scoring(features, offset, survival, stood == 1, (w, prior))
+        w = scoring(features, offset, survival, accepted == 1, (w, prior))
     assert posterior(w) >= posterior(w + np.array(step)) - 1e-4
 
 
@@ -209,7 +209,7 @@ def test_a_bad_file_is_a_warning(
     assert len(caplog.records) == 1
 
 
-def test_recording_counts_what_stood(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+def test_recording_counts_accepted_tokens(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
     prompt = random_prompt(12)
     plain = plain_steps(model, tokenizer, prompt, max_tokens=30)
     text = prompt + [token for token, _ in plain]
@@ -223,8 +223,8 @@ def test_recording_counts_what_stood(model: nn.Module, tokenizer: TokenizerWrapp
 
 
 def test_a_text_ends_at_its_stop_token(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
-    """Tokens drafted after it count as not standing, even those that the target would go on with,
-    and the evidence says so."""
+    """Tokens drafted after it count as rejected, even those the target would go on with, and the
+    evidence says so."""
     prompt = random_prompt(12)
     plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=30)]
     place = next(i for i in range(2, 30) if i % 8 < 7 and plain[i] not in plain[:i])

@@ -28,7 +28,7 @@ def drawn(random: np.random.Generator, rate: float, rounds: int = ROUNDS) -> np.
 
 @pytest.mark.parametrize("expected", [0.4, 0.6, 0.8])
 def test_hard_text_on_a_good_pair_raises_no_warning(expected: float) -> None:
-    """At the very edge of what hard text is, an eighth of the usual rate, in 4000 pairs."""
+    """At the limit of what counts as hard text, an eighth of the average rate, in 4000 pairs."""
     random = np.random.default_rng(5)
     false = sum(
         warned(Misfit(expected), drawn(random, expected / 8)) is not None for _ in range(PAIRS)
@@ -37,7 +37,7 @@ def test_hard_text_on_a_good_pair_raises_no_warning(expected: float) -> None:
 
 
 def test_hard_text_of_the_shipped_pairs_rate_is_far_from_a_warning() -> None:
-    """1.1 tokens per round where 2.5 are usual."""
+    """1.1 tokens per round where 2.5 are average."""
     random = np.random.default_rng(6)
     false = sum(warned(Misfit(0.6), drawn(random, 0.1)) is not None for _ in range(PAIRS))
     assert false <= PAIRS * ERROR_RATE / 2

@@ -1,5 +1,5 @@
-"""Files of the cache folder, which anybody may have written: any value in any place of one is used
-or measured again, never more than a warning, and listed by `doctor`."""
+"""Files in the cache folder, whoever wrote them: a wrong value anywhere is at most a warning. It is
+used or measured again, and `doctor` lists it."""
 
 import json
 from collections.abc import Callable, Iterator

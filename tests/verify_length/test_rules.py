@@ -43,7 +43,7 @@ def test_a_step_in_the_costs_is_looked_across() -> None:
 
 
 @given(st.lists(chance, min_size=1, max_size=6), rows, worths)
-def test_admitted_is_the_best_length_where_the_future_is_as_usual(
+def test_the_sampled_length_is_the_best_where_later_chances_are_average(
     c: list[float], seconds: list[float], w: list[float]
 ) -> None:
     w = w[: len(c)]
@@ -52,7 +52,7 @@ def test_admitted_is_the_best_length_where_the_future_is_as_usual(
 
 
 @given(chances, chances, chances, rows, worths, st.integers(1, 6))
-def test_admitted_does_not_look_ahead_of_the_row(
+def test_the_sampled_length_does_not_look_ahead_of_the_row(
     chances: list[float],
     others: list[float],
     means: list[float],
@@ -98,9 +98,9 @@ def test_values_are_the_time_that_the_best_rounds_save(
         assert max(capped[:-1]) <= (0.5 + 1 / rate) / 2 + 1e-9
 
 
-def test_tokens_of_an_easy_text_are_worth_less() -> None:
-    """A next round would bring them at once; where none is accepted each takes a round of its own:
-    1 in place of 0.5 on average."""
+def test_tokens_of_an_easy_text_save_less() -> None:
+    """The next round would bring them anyway; where none is accepted, each takes a round: 1 in
+    place of 0.5 on average."""
     seconds = [1.0] * 5
     easy, hard = [1.0] * 4, [1e-9] * 4
     assert token_values(easy, seconds, 0.0, 1.0, rate=2.0)[0] < 0.4

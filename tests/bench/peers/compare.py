@@ -191,7 +191,7 @@ def main(
     prompts: Annotated[str, typer.Option(help="A suite or file, as for `dspine-mlx bench`.")],
     draft_lm: Annotated[Path | None, typer.Option(help="A small model for mlx-lm.")] = None,
     limit: Annotated[int, typer.Option(help="Prompts to use.")] = 10,
-    max_tokens: Annotated[int, typer.Option(help="Tokens a text.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per text.")] = 128,
     rounds: Annotated[int, typer.Option(help="Times that every text is made.")] = 3,
     own_length: Annotated[bool, typer.Option(help="Also where packages choose a length.")] = True,
     environments: Annotated[Path, typer.Option(help="Where peers are.")] = Path("runs/peers"),

@@ -33,9 +33,8 @@ class Scheduled:
 
     A round is drafted where it is expected to gain, while `budget`, which counts plain steps as for
     one text, is not spent, and where it leaves every text FLOOR of its plain speed; a text that
-    gets fewer tokens than the others so sets how often they are drafted for. While the batch is
-    parked, a round now and then shows whether drafting pays again; while a text is left out, it is
-    drafted for now and then.
+    gets fewer tokens than the others so sets how often they are drafted for. Now and then a round
+    shows whether drafting pays again for a batch that is parked, or for a text that is left out.
     """
 
     needs_evidence = True
@@ -154,8 +153,7 @@ class Scheduled:
     def copies_pay(
         self, texts: list[BatchText], depth: int, more: float, drafts: bool, running: int = 0
     ) -> bool:
-        """Whether copies gain over a drafted round, or else over plain steps, if each text has so
-        much more credit."""
+        """Whether copies gain over a draft, or else over plain steps, with so much more credit."""
         if not self.copies.found:
             return False
         steps = self.costs.steps(len(texts), depth)

@@ -26,7 +26,7 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.speculate import copied
 from dspine_mlx.target.model import Target
-from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.schedule import prepare, schedule_of
 from tests.support.tiny import tiny_dflash, tiny_target
 
 V, TOKENS, COUNT = 6, 3, 640
@@ -213,9 +213,8 @@ def test_texts_follow_the_targets_distribution(
     small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper, rule: str
 ) -> None:
     model, drafter = small
-    assert drafter.schedule is not None
     policies: dict[str, BatchPolicy] = {
-        "scheduled": Scheduled(drafter.schedule, drafter.config.num_proposals),
+        "scheduled": Scheduled(schedule_of(drafter), drafter.config.num_proposals),
         "coupled": Coupled(2, needs_evidence=True),
         "narrow": Narrow(2),
         "in turn": InTurn(2),

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from dspine_mlx.drafters.drafter import Drafter
     from dspine_mlx.measure.prompts import Messages
-    from dspine_mlx.verify_length.fit import Fit
+    from dspine_mlx.verify_length.fit import Fit, Rounds
+    from dspine_mlx.verify_length.readings import Reading
+
+COMPARED = 8  # prompts that readings are compared on
 
 app = Commands()
 
@@ -61,7 +64,8 @@ def calibrate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit the drafter's confidence to what the target accepts."""
+    """Fit the drafter's confidence to what the target accepts. Of a DSpark drafter also choose the
+    pool of candidates that is fastest here; it is used from the next load on."""
     from dspine_mlx.measure.prompts import load_suite
     from dspine_mlx.models.needs import check_pair
 
@@ -92,19 +96,76 @@ def calibrate(
         target, tokenizer, drafter = load_here(model, draft_model, told=say)
     if drafter is None or not drafter.config.num_proposals:
         raise InputError("there is no drafter to calibrate; give --draft-model")
-    fits = fit_all((target, tokenizer, drafter), suites, temperatures, max_tokens)
+    pair = target, tokenizer, drafter
+    readings, chosen_reading = settle(pair, suites[0], temperatures, max_tokens)
+    fits = fit_all(pair, suites, temperatures, max_tokens)
     path = output or calibration_path(drafter)
-    save_calibrations(path, drafter, {mode: f.calibration for mode, f in fits.items()})
+    modes = {mode: f.calibration for mode, f in fits.items()}
+    save_calibrations(path, drafter, modes, chosen_reading and chosen_reading.changes)
     if as_json:
-        typer.echo(
-            json.dumps({"file": str(path), "modes": {m: report(f) for m, f in fits.items()}})
-        )
+        fitted = {m: report(f) for m, f in fits.items()}
+        data: dict[str, Any] = {"file": str(path), "modes": fitted}
+        if chosen_reading is not None:
+            data |= {"readings": [r._asdict() for r in readings], "reading": chosen_reading.name}
+        typer.echo(json.dumps(data))
     else:
         for mode, one in fits.items():
             show(mode, one)
+        if chosen_reading is not None:
+            show_readings(readings, chosen_reading)
         typer.echo(f"Written to {path}")
     if plot is not None:
         reliability(fits, plot, About(describe(drafter), device_name()))
+
+
+def settle(
+    pair: "tuple[nn.Module, TokenizerWrapper, Drafter]",
+    suite: "list[Messages]",
+    temperatures: list[float],
+    max_tokens: int,
+) -> "tuple[list[Reading], Reading | None]":
+    """Compare the drafter's readings on some of the prompts, and let it draft with the fastest.
+    None where its method has one reading only."""
+    import mlx.core as mx
+    import numpy as np
+
+    from dspine_mlx.checkpoints.open import open_checkpoint
+    from dspine_mlx.verify_length import readings
+
+    target, tokenizer, drafter = pair
+    if drafter.folder is not None:  # not as an earlier calibration left it
+        drafter.network.config = open_checkpoint(drafter.folder).config
+
+    def accepted() -> np.ndarray:
+        mx.random.seed(0)
+        texts = [recorded(pair, suite[:COMPARED], t, max_tokens) for t in temperatures]
+        return np.concatenate([text.accepted for each in texts for text in each])
+
+    found = readings.compare_readings(drafter, accepted)
+    if not found:
+        return [], None
+    chosen = readings.fastest(found)
+    readings.use_reading(drafter, chosen.changes)
+    return found, chosen
+
+
+def recorded(
+    pair: "tuple[nn.Module, TokenizerWrapper, Drafter]",
+    suite: "list[Messages]",
+    temperature: float,
+    max_tokens: int,
+) -> "list[Rounds]":
+    """The rounds of every prompt's text."""
+    from dspine_mlx.cli.screen import tracked
+    from dspine_mlx.measure.prompts import encode
+    from dspine_mlx.round.sampler import Sampler
+    from dspine_mlx.verify_length.fit import record
+
+    target, tokenizer, drafter = pair
+    sampler = Sampler(temp=temperature)
+    prompts = (encode(tokenizer, messages) for messages in suite)
+    each = tracked(prompts, f"temperature {temperature:g}", len(suite))
+    return [record(target, tokenizer, drafter, p, sampler, max_tokens) for p in each]
 
 
 def fit_all(
@@ -116,25 +177,15 @@ def fit_all(
     """A fit per serving mode, from the rounds of all prompts at its temperature."""
     import mlx.core as mx
 
-    from dspine_mlx.cli.screen import tracked
-    from dspine_mlx.measure.prompts import encode
     from dspine_mlx.round.sampler import Sampler
     from dspine_mlx.verify_length import fit
     from dspine_mlx.verify_length.calibration import mode_of
 
-    target, tokenizer, drafter = pair
     fits: dict[str, Fit] = {}
     for temperature in temperatures:
-        sampler = Sampler(temp=temperature)
         mx.random.seed(0)
-        recorded = []
-        for suite in suites:
-            prompts = (encode(tokenizer, messages) for messages in suite)
-            each = tracked(prompts, f"temperature {temperature:g}", len(suite))
-            recorded.append(
-                [fit.record(target, tokenizer, drafter, p, sampler, max_tokens) for p in each]
-            )
-        fits[mode_of(sampler)] = fit.calibrate(*recorded)
+        texts = [recorded(pair, suite, temperature, max_tokens) for suite in suites]
+        fits[mode_of(Sampler(temp=temperature))] = fit.calibrate(*texts)
     return fits
 
 
@@ -146,6 +197,15 @@ def numbers(value: str) -> list[float]:
     if min(temperatures) < 0:
         raise InputError(f"--temps is {value!r}; it must be numbers from 0 on, separated by commas")
     return temperatures
+
+
+def show_readings(found: "list[Reading]", chosen: "Reading") -> None:
+    for reading in found:
+        typer.echo(
+            f"{reading.name}: {reading.acceptance_length:.2f} tokens per round of whole blocks, "
+            f"{reading.speed:.1f} tokens/s with {reading.length} drafted tokens per round"
+        )
+    typer.echo(f"Chosen: {chosen.name}")
 
 
 def report(one: "Fit") -> dict[str, Any]:

@@ -40,6 +40,7 @@ from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 from dspine_mlx.target.row_kernels import prepare, untold
 from dspine_mlx.verify_length import store
+from dspine_mlx.verify_length.readings import use_reading
 
 log = logging.getLogger(__name__)
 DRAFTER_FILES = ("*.json", "*.safetensors")
@@ -134,6 +135,7 @@ def load_drafter(
     settle_verify_kernels(target, kernels, max(checkpoint.config.num_proposals, COPIED), told)
     drafter = assemble_drafter(checkpoint, target, chosen, draft_quant)
     drafter.folder = folder
+    use_reading(drafter, store.load_reading(drafter))
     return drafter
 
 

@@ -33,7 +33,13 @@ from dspine_mlx.train.objectives import objective_named
 from dspine_mlx.train.run import Run, build
 from dspine_mlx.train.settings import changed, parse_settings
 
-MIX = {"reference": "law", "ce_start": 1.0, "ce_hold": 0.15, "ce_end": 0.7, "ce_weight": 0.2}
+MIX = {
+    "reference": "distribution",
+    "ce_start": 1.0,
+    "ce_hold": 0.15,
+    "ce_end": 0.7,
+    "ce_weight": 0.2,
+}
 BUDGET = {"steps": 1000, "batch_size": 4, "num_anchors": 24, "learning_rate": 2e-3}
 EVERY = {"save_every": 100, "evaluate_every": 100}
 SHAPE = {"num_hidden_layers": 3, "target_layer_ids": [1, 3, 5], "block_size": 8}

@@ -37,7 +37,7 @@ SETTINGS = {
     "train.short_ratio": 0.65,
     "train.save_every": 50,
     "train.evaluate_every": 100,
-    "loss.reference": "law",  # CE against the target's distribution: less noise than its tokens
+    "loss.reference": "distribution",  # CE against the target's: less noise than its tokens
     "loss.ce_start": 1.0,  # CE alone at first, then down to its share of .2
     "loss.ce_weight": 0.2,
     "loss.ce_hold": 0.15,

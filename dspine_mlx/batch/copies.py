@@ -6,9 +6,10 @@ comes from tokens that the text has, never from drawn ones.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from dspine_mlx.batch.text import BatchText
 from dspine_mlx.round.lookup import Copy
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.speculate import copied
-from dspine_mlx.verify_length.copying import Copying
+from dspine_mlx.verify_length.copying import CopyOutcomes
 
 
 class Copies:
@@ -29,9 +30,10 @@ class Copies:
     """
 
     def __init__(self, most: int):
-        self.most, self.copying = most, Copying()
-        self.found: dict[BatchText, Copy] = {}
-        self.offered: dict[BatchText, list[float]] = {}  # with the chances of its tokens
+        self.most, self.copying = most, CopyOutcomes()
+        self.found: MutableMapping[BatchText, Copy] = WeakKeyDictionary()
+        # with the chances of its tokens
+        self.offered: MutableMapping[BatchText, list[float]] = WeakKeyDictionary()
 
     def join(self, text: BatchText) -> None:
         """Texts learn together how often copies are right. One with a length of its own is not

@@ -5,14 +5,14 @@ from dspine_mlx.batch.profile import batch_curves
 from dspine_mlx.batch.scheduled import Scheduled
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.lookup import COPIED
-from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.schedule import schedule_of
 
 
 def batch_policy(verify_length: int | str, drafter: Drafter) -> BatchPolicy:
     """The policy that `verify_length` names: a number of tokens, or "auto"."""
     if isinstance(verify_length, int):
         return FixedLength(min(verify_length, drafter.config.num_proposals))
-    schedule = drafter.schedule or prepare(drafter)
+    schedule = schedule_of(drafter)
     if schedule.batch is None:
         if not drafter.config.num_proposals:
             schedule.batch = Scheduled(schedule, COPIED, drafter=False)

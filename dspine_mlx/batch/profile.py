@@ -28,50 +28,60 @@ from dspine_mlx.verify_length.store import describe, digest, keep, pair_key
 
 log = logging.getLogger(__name__)
 SIZES = {1: (1, 2, 4, 8, 16), 4: (1, 2, 4, 8, 16), 16: (1, 2, 3, 4, 6, 8)}  # texts: rows of each
-PROMPT = 8  # positions of each text
+PROMPT, DEEP = 8, 512  # positions of each text at the two depths
+APART = 4.0  # what depth adds differs from so many single texts' by this factor, at most
+RISES = {"plain": 0, "draft": -1}  # where a curve's lines have them; verify widths: by the rows
 PLAIN = 4  # steps of plain decoding timed together
 SECONDS = 4.0  # a measurement stops repeating, and leaves out more texts, after about this long
 Seconds = dict[tuple[str, int], float]  # of a step: "plain", "draft", "verify", and its width
 
 
 def measure(drafter: Drafter, one: Curve, seconds: float = SECONDS) -> list[BatchCurve]:
-    """Curves of some numbers of texts. What depth adds is that of one text for each of them."""
+    """Curves of some numbers of texts, at two depths."""
     started, curves = time.perf_counter(), list[BatchCurve]()
     for texts, widths in SIZES.items():
         if curves and time.perf_counter() - started > seconds:
             break
         most = drafter.config.num_proposals + 1
         widths = tuple(sorted({min(w, most) for w in widths}))
-        times = medians(Steps(drafter, texts), widths, seconds / len(SIZES))
-        curves.append(as_curve(texts, times, one, most))
+        steps = Steps(drafter, texts)
+        times = medians(steps, widths, 0.75 * seconds / len(SIZES))
+        steps.deepen()
+        deep = medians(steps, widths[:: len(widths) - 1], 0.25 * seconds / len(SIZES))
+        curves.append(as_curve(texts, times, deep, one, most))
     return curves
 
 
-def as_curve(texts: int, times: Seconds, one: Curve, most: int) -> BatchCurve:
-    """A curve over all widths up to the most, from the times of some."""
+def as_curve(texts: int, times: Seconds, deep: Seconds, one: Curve, most: int) -> BatchCurve:
+    """A curve over all widths up to the most, from the times of some, and of fewer at DEEP."""
     widths = np.arange(1, most + 1)
 
-    def over(step: str) -> np.ndarray:
+    def over(step: str, times: Seconds) -> np.ndarray:
         known = sorted(width for name, width in times if name == step)
         found = [times[step, width] for width in known]
         inside = np.interp(widths, known, found)
         rise = max(0.0, (found[-1] - found[0]) / max(1, known[-1] - known[0]))
         return inside + rise * np.maximum(0, widths - known[-1])
 
-    def deeper(at: int) -> float:
-        return texts * one.lines[at][1]
+    def rise(at: int, before: float, after: float) -> float:
+        """What depth adds: as measured, near to what it adds to so many single texts."""
+        usual = texts * one.lines[at][1] * (DEEP - PROMPT) / (one.depths[1] - one.depths[0])
+        return min(max(after - before, usual / APART), APART * usual + before / 10)
 
-    verify, draft, plain = over("verify"), over("draft")[1:], times["plain", 1]
-    deep = tuple(float(s) + deeper(w) for w, s in zip(widths.tolist(), verify, strict=True))
+    added = dict[tuple[str, int], float]()
+    for (name, width), seconds in deep.items():
+        added[name, width] = rise(RISES.get(name, width), times[name, width], seconds)
+    verify, draft, plain = over("verify", times), over("draft", times)[1:], times["plain", 1]
+    lower, last = verify + over("verify", added), float(draft[-1])
     return BatchCurve(
         texts,
         Curve(
-            one.depths,
-            (plain, plain + deeper(0)),
-            (float(draft[-1]), float(draft[-1]) + deeper(-1)),
-            (tuple(verify.tolist()), deep),
+            (PROMPT, DEEP),
+            (plain, plain + added["plain", 1]),
+            (last, last + max(s for (name, _), s in added.items() if name == "draft")),
+            (tuple(verify.tolist()), tuple(lower.tolist())),
         ),
-        tuple((draft / draft[-1]).tolist()),
+        tuple((draft / last).tolist()),
     )
 
 
@@ -113,6 +123,13 @@ class Steps:
 
     def drafted(self, slots: int | None) -> list[Draft]:
         return self.batch.draft(slots, with_evidence=True)
+
+    def deepen(self) -> None:
+        """Go on as if the texts were DEEP positions long; what is in their caches does not matter
+        here, and room for it is made by the next forward."""
+        for group in self.batch.groups:
+            group.target.lengths.replace([DEEP] * len(group.lengths))
+            group.context.lengths.replace([DEEP] * len(group.drafted))
 
     def take_back(self) -> None:
         for group in self.batch.groups:

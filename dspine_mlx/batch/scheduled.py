@@ -33,9 +33,8 @@ class Scheduled:
 
     A round is drafted where it is expected to gain, while `budget`, which counts plain steps as for
     one text, is not spent, and where it leaves every text FLOOR of its plain speed; a text that
-    gets fewer tokens than the others so sets how often they are drafted for. While the batch is
-    parked, a round now and then shows whether drafting pays again; while a text is left out, it is
-    drafted for now and then.
+    gets fewer tokens than the others so sets how often they are drafted for. Now and then a round
+    shows whether drafting pays again for a batch that is parked, or for a text that is left out.
     """
 
     needs_evidence = True
@@ -75,6 +74,7 @@ class Scheduled:
         self.keeping: bool | None = None  # the drafter's context; None: to be found
         self.probing = False  # the next round is to show whether drafting pays
         self.wider = 0  # its block
+        self.failed = False  # the last one did
         self.known: list[list[float]] = []  # chances of each text's slots in this round
         self.odds: list[list[float]] = []  # what they come from
         self.depth = 0
@@ -102,8 +102,8 @@ class Scheduled:
         gains = (np.arange(2, len(verify) + 1) / steps)[self.least - 1 :]
         wider = max(self.least, 2 * self.planned(texts, depth).slots)
         slots = min(self.least + int(gains.argmax()), wider)
-        tokens = 1 + self.survival(texts).mean(axis=(0, 1))[:slots].sum()
-        lost = max(0.0, float(steps[slots - 1] - tokens)) + self.behind(len(texts), depth)
+        hope = 0.0 if self.failed else self.survival(texts).mean(axis=(0, 1))[:slots].sum()
+        lost = max(0.0, float(steps[slots - 1] - 1 - hope)) + self.behind(len(texts), depth)
         return slots, lost if gains.max() > HOPE else float("inf")
 
     def behind(self, texts: int, depth: int) -> float:
@@ -116,8 +116,8 @@ class Scheduled:
     def reads(self, texts: list[BatchText], depth: int) -> bool:
         """Whether a probe may come while these features are among the newest rows."""
         budget = self.budget
-        if not budget.spent:
-            return True
+        if not (budget.spent and self.drafter):
+            return self.drafter
         if self.probe_cost is None:
             self.probe_cost = self.probe(texts, depth)[1]
         wait = max(0 if budget.eager else budget.wait, self.probe_cost / SHARE) - budget.since
@@ -153,8 +153,9 @@ class Scheduled:
     def copies_pay(
         self, texts: list[BatchText], depth: int, more: float, drafts: bool, running: int = 0
     ) -> bool:
-        """Whether copies gain over a drafted round, or else over plain decoding, if each text has
-        so much more credit."""
+        """Whether copies gain over a draft, or else over plain steps, with so much more credit."""
+        if not self.copies.found:
+            return False
         steps = self.costs.steps(len(texts), depth)
         value = self.planned(texts, depth).seconds_per_token if drafts else steps.plain / len(texts)
         credit = [self.records[text].credit + more for text in texts]
@@ -239,8 +240,7 @@ class Scheduled:
         return self.chosen
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
-        plan = self.planned(texts, depth)
-        return self.wider if self.probing else plan.slots
+        return self.wider if self.probing else self.planned(texts, depth).slots
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         self.known, self.odds, self.depth = [], [], depth
@@ -257,10 +257,8 @@ class Scheduled:
             self.known.append(text.chances.of(odds))
             own = list(accumulate(self.known[-1], mul))[: max(0, text.limit(draft))]
             survival.append(own)
-        self.own, survival = (
-            survival,
-            [self.copies.beside(text, own) for text, own in zip(texts, survival, strict=True)],
-        )
+        self.own = survival
+        survival = [self.copies.beside(*own) for own in zip(texts, survival, strict=True)]
         B, (plain, _, verify) = len(texts), self.costs.steps(len(texts), depth)
         value = min(plain / B, self.planned(texts, depth).seconds_per_token)
         choices = list(padded(survival))
@@ -313,14 +311,14 @@ class Scheduled:
             chances.update(slot, known[slot], float(slot < accepted))
         chances.round_over()
         record = self.records[text]
-        anew = self.probing or record.tried
-        record.prospects.learn(list(accumulate(chances.of(odds), mul)), anew)
+        survival = list(accumulate(chances.of(odds), mul))
+        record.prospects.learn(survival, anew=self.probing or record.tried)
         self.history[mode_of(text.text.sampler)] = chances
 
     def book(self, gain: float) -> None:
         """A round won so many plain steps, or lost them."""
         if self.probing:
-            self.probing, self.budget.since = False, 0
+            self.probing, self.failed, self.budget.since = False, gain <= 0, 0
             self.budget.probe_over(gain)
         else:
             self.budget.round_over(gain)

@@ -19,14 +19,13 @@ from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.method import Layout, Method, Names, same
+from dspine_mlx.drafters.network import Caches, Network
 from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.drafters.proposals import Proposals, flat
 from dspine_mlx.drafters.settings import is_speculators, read_flat, read_speculators
 from dspine_mlx.errors import InputError
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.target.model import Target
-
-Caches = list[KVCache] | list[DraftRows]  # of one text or several, one per draft layer
 
 
 class ContextAttention(nn.Module):
@@ -153,7 +152,7 @@ class DraftLayer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-class DFlash(nn.Module):
+class DFlash(Network):
     """The parallel backbone. Embedding and LM head are the target's, lent for every proposal and
     never copied (see `bind`), unless a checkpoint has its own.
 
@@ -164,8 +163,7 @@ class DFlash(nn.Module):
     layer_class: type[DraftLayer] = DraftLayer
 
     def __init__(self, config: DrafterConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         target_size = config.target_hidden_size or config.hidden_size
         self.feature_size = len(config.target_layer_ids) * target_size
         self.fc = nn.Linear(self.feature_size, config.hidden_size, bias=False)
@@ -217,9 +215,6 @@ class DFlash(nn.Module):
         """Map candidates to the target's token ids."""
         return self.d2t[ids] if "d2t" in self else ids
 
-    def make_cache(self) -> list[KVCache]:
-        return [KVCache() for _ in self.layers]
-
     def context(self, features: mx.array) -> mx.array:
         """Turn target features [B, n, m*d] into context rows [B, n, d]."""
         if features.shape[1] == 0:  # quantised products with no rows crash on the CPU
@@ -227,7 +222,6 @@ class DFlash(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     def extend(self, features: mx.array, cache: Caches) -> None:
-        """See `Drafter.extend`."""
         context = self.context(features)
         for layer, c in zip(self.layers, cache, strict=True):
             layer.self_attn.keys_and_values(context, c)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,17 +12,20 @@ from mlx_lm.models.cache import KVCache
 from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.chain import AnyProposal
 from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.network import Network
 from dspine_mlx.drafters.proposals import Proposals
 from dspine_mlx.metal.kernel import OFF, Kernels
 from dspine_mlx.round.lookup import COPIED
 from dspine_mlx.target.given_cache import Layout, layout
 from dspine_mlx.target.model import Target
+from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.misfit import Misfit
 
-if TYPE_CHECKING:
-    from dspine_mlx.drafters.dflash import DFlash
-    from dspine_mlx.drafters.lookup_only import LookupOnly
-    from dspine_mlx.verify_length.schedule import Schedule
+
+class Learnt(Protocol):
+    """What "auto" has learnt of a pair; `dspine_mlx.verify_length.schedule` has the rest."""
+
+    costs: Costs
 
 
 @dataclass(eq=False)
@@ -33,12 +36,12 @@ class Drafter:
     The network's parameters are a checkpoint's; the target's weights are lent to it, never copied.
     """
 
-    network: "DFlash | LookupOnly"
+    network: Network
     target: Target  # with the embedding and head to propose with: a checkpoint's own, or rows
     verifier: Target  # whose distribution it drafts for
     kernels: Kernels = OFF
     folder: Path | None = None  # that it was loaded from
-    schedule: "Schedule | None" = None  # what "auto" has learnt; made at first use
+    schedule: Learnt | None = None  # made at first use
     misfit: Misfit = field(default_factory=Misfit)  # of all its texts
     plain: ClassVar[bool] = False  # texts are decoded plainly, whatever is asked for
 

@@ -26,6 +26,8 @@ from dspine_mlx.metal.kernel import OFF, Kernels, Lookup
 from dspine_mlx.metal.markov import markov_scores
 from dspine_mlx.target.model import Target
 
+POOLS = (64, 1024, POOL)  # that a probe or a calibration tries, and the whole vocabulary
+
 
 @dataclass(frozen=True)
 class DSparkConfig(DrafterConfig):
@@ -280,11 +282,15 @@ def heads_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
 
 
 def readings(config: DSparkConfig, target: Target) -> dict[str, dict[str, Any]]:
-    """Offer a table, which is cheaper, and good enough if the head seldom promotes low-ranked
-    tokens."""
-    if not config.markov_rank or not config.candidate_pool:
+    """Offer other pools and a table: smaller ones are cheaper, and good enough if the head seldom
+    promotes low-ranked tokens."""
+    if not config.markov_rank:
         return {}
-    return {f"a table of each slot's {config.top_k} best": {"candidate_pool": 0}}
+    V = config.num_draft_tokens
+    sizes = {0: f"a table of each slot's {config.top_k} best"}
+    sizes |= {n: f"a pool of {n}" for n in POOLS if n < V} | {V: "a pool of the whole vocabulary"}
+    own = min(config.candidate_pool, V)
+    return {name: {"candidate_pool": n} for n, name in sizes.items() if n != own}
 
 
 def is_specforge(config: Config, names: Collection[str]) -> bool:

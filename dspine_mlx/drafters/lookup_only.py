@@ -1,12 +1,12 @@
 """Lookup alone: a drafter without a network, for a target that has none. It drafts nothing; rounds
 offer copies of earlier text, and the rest is decoded plainly."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import mlx.core as mx
-import mlx.nn as nn
+
+from dspine_mlx.drafters.network import Caches, Network
 
 
 @dataclass(frozen=True)
@@ -17,23 +17,21 @@ class NoProposals:
     target_layer_ids: tuple[int, ...] = ()
 
 
-class LookupOnly(nn.Module):
+class LookupOnly(Network):
     """A network without layers and parameters."""
 
     feature_size = 0
-    config: Any = NoProposals()
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers: list[nn.Module] = []
+        nothing: Any = NoProposals()
+        super().__init__(nothing)
+        self.layers = []
 
-    def make_cache(self) -> list[Any]:
-        return []
-
-    def extend(self, features: mx.array, cache: Sequence[Any]) -> None:
+    def extend(self, features: mx.array, cache: Caches) -> None:
         """Take in nothing."""
 
     def propose(self, *args: Any) -> NoReturn:
         raise TypeError("lookup has no network to propose with; its policy never drafts")
 
-    propose_texts = propose
+    def propose_texts(self, *args: Any) -> NoReturn:
+        self.propose()

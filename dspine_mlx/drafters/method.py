@@ -3,15 +3,13 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dspine_mlx.drafters.config import DrafterConfig
+from dspine_mlx.drafters.network import Network
 from dspine_mlx.drafters.settings import read_own
 from dspine_mlx.drafters.transfer_space import SPACE
-
-if TYPE_CHECKING:
-    from dspine_mlx.drafters.dflash import DFlash
-    from dspine_mlx.target.model import Target
+from dspine_mlx.target.model import Target
 
 Names = dict[str, str]
 Config = Mapping[str, Any]  # a checkpoint's config.json
@@ -36,7 +34,7 @@ def nothing(config: Config) -> tuple[str, ...]:
     return ()
 
 
-def no_other(config: DrafterConfig, target: "Target") -> dict[str, dict[str, Any]]:
+def no_other(config: DrafterConfig, target: Target) -> dict[str, dict[str, Any]]:
     return {}
 
 
@@ -75,7 +73,7 @@ class Method:
     name: str  # in commands and in converted folders
     title: str  # in sentences
     config: type[DrafterConfig]
-    network: "type[DFlash]"
+    network: type[Network]
     layouts: tuple[Layout, ...]  # the first that recognises a checkpoint is taken
     large: tuple[str, ...]  # parameters that --quantize packs; all others stay exact
 
@@ -90,7 +88,7 @@ class Method:
     codes: str | None = None  # the config's field with the rank of its transfer codes, if any
     flags: tuple[str, ...] = ()  # published one-number tensors that must be true
     # other readings of a checkpoint, {in words: fields of its config}, which a probe tells apart
-    readings: Callable[[Any, "Target"], dict[str, dict[str, Any]]] = no_other
+    readings: Callable[[Any, Target], dict[str, dict[str, Any]]] = no_other
     remarks: Callable[[Config], tuple[str, ...]] = nothing  # on a config.json, for `inspect`
     several_texts: bool = False  # its network has a `propose_texts` of its own kind
     reference: str | None = None  # "module:function", a round in float64; None: can't be verified

@@ -15,6 +15,7 @@ from dspine_mlx.group.interrupts import uninterrupted
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.target.model import Target, recording
 from dspine_mlx.target.rollback import Rollback
+from dspine_mlx.target.swap import swapping
 
 
 class PartOfTarget(Target):
@@ -54,7 +55,8 @@ class PartOfTarget(Target):
         verify forward and for a single row, not for prefill.
         """
         here = [i for i in ids if i < len(self.layers) and self.layers[i] is not None]
-        with self.taps(tuple(here), eager_taps), self.tapped_body():
+        body = [(self.body, self._recording[type(self.body)])]  # after all of its collectives
+        with self.taps(tuple(here), eager_taps), swapping(body):
             logits = self.model(tokens[None], cache=cache)
         rows = self._tapped.rows
         states = rows[id(self.body)]
@@ -71,16 +73,6 @@ class PartOfTarget(Target):
         wanted = self.split_head and (verify or tokens.size == 1)
         mx.async_eval(states, features, *([logits] if wanted else []))
         return logits[0], features
-
-    @contextmanager
-    def tapped_body(self) -> Iterator[None]:
-        """Also record the decoder stack's output, after all of its collectives."""
-        cls = type(self.body)
-        try:
-            self.body.__class__ = self._recording[cls]
-            yield
-        finally:
-            self.body.__class__ = cls
 
 
 class LeadTarget(PartOfTarget):

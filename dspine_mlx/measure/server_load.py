@@ -7,7 +7,7 @@ and are decoded in mlx-lm's own batches; the others are drafted for together.
 
 import http.client
 import json
-import socket
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,13 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.measure.clock import LEAST_TOKENS
 from dspine_mlx.measure.compare import PLAIN, verify_length
 from dspine_mlx.measure.prompts import Messages
+from dspine_mlx.server.connections import LISTENING
 
 POLL = 0.1  # seconds between two checks of a server that is loading
 
@@ -202,29 +204,32 @@ def serving(
 
     kernels: the server's --kernels.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "dspine_mlx.server", "--model", model, "--port", str(port)]
+    command = [sys.executable, "-m", "dspine_mlx.server", "--model", model, "--port", "0"]
     command += ["--decode-concurrency", str(requests)]
     command += ["--prompt-cache-size", "0", "--log-level", "ERROR"]
     command += ["--kernels", kernels]
     command += [] if draft_model is None else ["--draft-model", draft_model]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
-            wait_until_loaded(process, port, log)
-            yield port
+            yield port_when_loaded(process, log)
         finally:
             process.terminate()
             process.wait()
 
 
-def wait_until_loaded(process: subprocess.Popen, port: int, log: BinaryIO) -> None:
-    while not loaded(port):
-        if process.poll() is not None:
-            log.seek(0)
-            last = log.read().decode(errors="replace").strip().splitlines()[-1:]
+def port_when_loaded(process: subprocess.Popen, log: Path) -> int:
+    """Wait until the server has said which port it got, and has loaded its models."""
+    while True:
+        ended = process.poll() is not None  # before its last words are read
+        text = log.read_text(encoding="utf-8", errors="replace")
+        said = re.search(rf"^{LISTENING} (\d+)$", text, re.MULTILINE)
+        if said and loaded(int(said[1])):
+            return int(said[1])
+        if ended:
+            last = text.strip().splitlines()[-1:]
             raise ServerFailed(f"the server did not start: {' '.join(last)}")
         time.sleep(POLL)
 

@@ -25,6 +25,7 @@ NO_ROOM = (
     f"Content-Length: {len(FULL)}\r\nRetry-After: 1\r\n\r\n"
 ).encode() + FULL
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LISTENING = "listening on port"
 PAUSE = 0.05  # seconds before the next accept when descriptors have run out
 
 
@@ -118,6 +119,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
     connections: Connections  # a subclass has them, as mlx_lm makes the instance
+
+    def server_bind(self) -> None:
+        anyone = self.server_address[1] == 0
+        super().server_bind()
+        if anyone:  # --port 0: nobody knows yet which one it is
+            print(f"{LISTENING} {self.server_port}", flush=True)
 
     def alive(self) -> None:
         """Raise the error that ends the server, if any."""

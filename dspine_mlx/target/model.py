@@ -17,6 +17,7 @@ from dspine_mlx.target.given_cache import Layout, target_layout
 from dspine_mlx.target.kv_quantization import KVQuantization
 from dspine_mlx.target.ranks import Alone, Ranks
 from dspine_mlx.target.rollback import Rollback
+from dspine_mlx.target.swap import swapping
 
 # Where mlx-lm's models keep the decoder stack, and what the stack calls its embedding.
 BODIES = (("model",), ("language_model", "model"), ("backbone",))
@@ -164,16 +165,12 @@ class Target:
         logits are bit-identical and the parameter tree never changes.
         """
         tapped = [self.layers[i] for i in ids]
-        classes = [type(layer) for layer in tapped]
         self._tapped.rows.clear()
         self._tapped.eager = eager_taps
         try:
-            for layer, cls in zip(tapped, classes, strict=True):
-                layer.__class__ = self._recording[cls]
-            yield
+            with swapping([(layer, self._recording[type(layer)]) for layer in tapped]):
+                yield
         finally:
-            for layer, cls in zip(tapped, classes, strict=True):
-                layer.__class__ = cls
             self._tapped.eager = False
 
     def forward(

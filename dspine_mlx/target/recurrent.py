@@ -17,6 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
+from dspine_mlx.target.swap import swapping
+
 # mlx-lm's recurrences (output, state) = f(...), and their arguments that have one row per token
 # on axis 1: gated delta (Qwen3.5, Qwen3-Next, Kimi Linear, ...) and Mamba-2.
 RECURRENCES = {
@@ -131,14 +133,10 @@ class Recorder:
     def recording(self, records: list[Record], rows: int) -> Iterator[None]:
         """Context for one forward over some rows; closes the records unless it raises."""
         self.records = {id(record.cache): record for record in records}
-        classes = [type(module) for module, _ in self.swaps]
         try:
-            for module, cls in self.swaps:
-                module.__class__ = cls
-            yield
+            with swapping(self.swaps):
+                yield
         finally:
-            for (module, _), cls in zip(self.swaps, classes, strict=True):
-                module.__class__ = cls
             self.records, self.current = {}, None
         for record in records:
             record.close(rows)

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.recurrent import Record, Recorder
+from dspine_mlx.target.swap import swapping
 
 
 class KVMark:
@@ -155,10 +156,8 @@ class Rollback:
     def verifying(self, tokens: mx.array) -> Iterator[None]:
         """Context for the target's forward over tokens [n], of which a prefix will be accepted."""
         self.feeding(tokens.size)
-        with ExitStack() as stack:
-            for cache in leaves(self.cache):
-                if type(cache) is RotatingKVCache and cache.keep:
-                    stack.enter_context(keeping_sinks(cache))
+        sinks = [c for c in leaves(self.cache) if type(c) is RotatingKVCache and c.keep]
+        with swapping([(cache, Sinks) for cache in sinks]), ExitStack() as stack:
             # One row is kept or not: nothing to record. (Some layers compile that case, and
             # a trace must not be recorded.)
             if self.recorder is not None and tokens.size > 1:
@@ -223,12 +222,3 @@ class Sinks(RotatingKVCache):
         row = mx.arange(first, first + N)[:, None]
         near = column > row - (self.max_size - self.keep)
         return (column <= row) & (near | (column < self.keep))
-
-
-@contextmanager
-def keeping_sinks(cache: RotatingKVCache) -> Iterator[None]:
-    cache.__class__ = Sinks
-    try:
-        yield
-    finally:
-        cache.__class__ = RotatingKVCache

@@ -21,6 +21,7 @@ from dspine_mlx.target.attention_race import context_of
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Apart, Product, Stock
 from dspine_mlx.target.recurrent import rebound
+from dspine_mlx.target.swap import swapping
 from dspine_mlx.target.verdicts import AttentionShape, Verdicts
 
 NAME = "scaled_dot_product_attention"
@@ -53,19 +54,8 @@ class RowAttention:
         """Context for one forward over so many rows. One row is plain decoding: nothing is
         swapped."""
         swaps = self.swaps if rows > 1 else []
-        classes = [type(module) for module, _ in swaps]
-        try:
-            for module, cls in swaps:
-                set_class(module, cls)
+        with swapping(swaps):
             yield
-        finally:
-            for (module, _), cls in zip(swaps, classes, strict=True):
-                set_class(module, cls)
-
-
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Past nn.Module's own assignment, which looks for arrays and takes ten times as long."""
-    object.__setattr__(module, "__class__", cls)
 
 
 def attending(cls: type[nn.Module]) -> dict[str, FunctionType]:

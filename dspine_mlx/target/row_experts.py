@@ -1,7 +1,5 @@
 """Experts of mixtures in verify forwards: which kernel serves them, and the swap of layers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +12,7 @@ from dspine_mlx.metal.rows_exact import FUSIONS, forms
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Product
 from dspine_mlx.target.race import Race, Verdict, same_bits, widened
+from dspine_mlx.target.swap import swapping
 from dspine_mlx.target.verdicts import ExpertShape
 
 PROBED = 2  # rows
@@ -34,21 +33,11 @@ def expert_layers(target: Target) -> dict[ExpertShape, list[nn.Module]]:
     layers = [m for m in target.body.modules() if type(m) is QuantizedSwitchLinear]
     plain = [layer for layer in layers if layer.get("global_scale") is None]
     if plain:
-        with switched(plain, noting(note)):
+        cls = noting(note)
+        with swapping([(layer, cls) for layer in plain]):
             ids = mx.zeros((1, PROBED), mx.int32)
             target.model(ids, cache=make_prompt_cache(target.model))
     return found
-
-
-@contextmanager
-def switched(layers: list[nn.Module], cls: type[nn.Module]) -> Iterator[None]:
-    try:
-        for layer in layers:
-            layer.__class__ = cls
-        yield
-    finally:
-        for layer in layers:
-            layer.__class__ = QuantizedSwitchLinear
 
 
 def noting(note: Any) -> type[nn.Module]:

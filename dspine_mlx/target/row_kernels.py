@@ -25,9 +25,10 @@ from dspine_mlx.target.equal_rows import Packing, blas_differs, compared_widths,
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK, Product, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
-from dspine_mlx.target.row_attention import Chosen, RowAttention, set_class, shapes_of
+from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
 from dspine_mlx.target.row_layers import linear_layers, swapped
+from dspine_mlx.target.swap import swapping
 from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
 SECONDS = 5.0  # a race at load stops after about this long; the next load goes on
@@ -180,14 +181,8 @@ class RowKernels:
         multiply as the race decided for the number of rows they get. One row is plain decoding, and
         more than 32 are left to MLX: nothing is swapped. Every exit restores the classes."""
         swaps = self.swaps.get(rows, [])
-        classes = [type(layer) for layer, _ in swaps]
-        try:
-            for layer, cls in swaps:
-                set_class(layer, cls)
+        with swapping(swaps):
             yield
-        finally:
-            for (layer, _), cls in zip(swaps, classes, strict=True):
-                set_class(layer, cls)
 
     def check(
         self,

@@ -13,8 +13,6 @@ import mlx.nn as nn
 
 from dspine_mlx.drafters.dflash import ContextAttention, DraftLayer
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.objectives import objective_of
 
 
 class Batch(NamedTuple):
@@ -55,19 +53,6 @@ class Context(NamedTuple):
 
     rows: mx.array  # [S, n, d]
     anchors: mx.array  # [S, A]
-
-
-def forward(
-    drafter: Drafter, batch: Batch, config: LossConfig, *, checkpoint: bool = False
-) -> States:
-    """Compute the states that `drafter.propose` would reach for each block after the true
-    tokens."""
-    network = drafter.network
-    features = batch.features.astype(network.fc.weight.dtype)
-    context = Context(network.context(features), batch.anchors)
-    h = embed(drafter, batch)
-    layers = [run(layer, checkpoint) for layer in network.layers]
-    return objective_of(drafter).states(network, batch, Inputs(layers, h, context), config)
 
 
 Layer = Callable[[mx.array, mx.array, mx.array], mx.array]

@@ -1,11 +1,12 @@
 """Training constants, with the papers' values as defaults."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dspine_mlx.errors import InputError
 
-Reference = Literal["token", "law"]
+Reference = Literal["token", "distribution"]
 Alignment = Literal["embedding", "token"]
 
 
@@ -85,6 +86,12 @@ class TrainConfig:
                 f"batch_size {self.batch_size} can't be split into {self.accumulation} equal parts "
                 "(accumulation)"
             )
+
+
+def read_loss(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they were stored or typed; `distribution` had another name once."""
+    renamed = {"reference": "distribution"} if settings.get("reference") == "law" else {}
+    return {**settings, **renamed}
 
 
 def ramp(x: float, start: float, end: float, first: float, last: float) -> float:

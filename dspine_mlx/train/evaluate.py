@@ -20,7 +20,8 @@ from dspine_mlx.train.batches import assemble, draw_blocks
 from dspine_mlx.train.config import LossConfig
 from dspine_mlx.train.data import Problems, Sequence, prompt_tokens, read_chats
 from dspine_mlx.train.features import observe
-from dspine_mlx.train.losses import Schedule, drafter_loss
+from dspine_mlx.train.losses import Schedule
+from dspine_mlx.train.step import drafter_loss
 
 STILL = Schedule(mx.array(1.0), mx.array(0.0), mx.array(1.0))  # losses are not used here
 

@@ -19,7 +19,8 @@ from dspine_mlx.train.batches import Observe, assemble, draw, draw_blocks, slot_
 from dspine_mlx.train.blocks import Batch
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.data import Sequence
-from dspine_mlx.train.losses import LossRows, Schedule, acceptance_length, drafter_loss
+from dspine_mlx.train.losses import LossRows, Schedule, acceptance_length
+from dspine_mlx.train.step import drafter_loss
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 Record = dict[str, float | int]

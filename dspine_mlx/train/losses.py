@@ -5,17 +5,13 @@ sum of weights over all rows of the optimiser step. So micro-batches add up to t
 whole.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.top_k import scale_scores
-from dspine_mlx.train.blocks import Batch, forward
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.objectives import objective_of
 
 
 class Schedule(NamedTuple):
@@ -35,41 +31,6 @@ class LossRows(NamedTuple):
     ce: mx.array  # [R] of the base logits, against the text
     agree: mx.array  # [R] bool: the drafter's best token is the target's
     overlap: mx.array  # [R] sum over v of min(p, q): the chance that a sampled draft is accepted
-
-
-def drafter_loss(
-    drafter: Drafter,
-    batch: Batch,
-    schedule: Schedule,
-    config: LossConfig,
-    *,
-    checkpoint: bool = False,
-    logit_rows: int = 2048,
-) -> tuple[mx.array, LossRows]:
-    """Compute this batch's share of the step's loss, and the rows [S, A, M] it is made of."""
-    objective = objective_of(drafter)
-    states = forward(drafter, batch, config, checkpoint=checkpoint)
-    inputs, shared = objective.row_inputs(drafter, batch, states)
-    flat = [x.reshape(-1, *x.shape[3:]) for x in inputs]
-    row_loss: Callable[..., LossRows] = partial(objective.row_loss, drafter, config)
-    count = flat[0].shape[0]
-    if count > logit_rows:
-        row_loss = mx.checkpoint(row_loss)  # a chunk's logits are recomputed in the backward pass
-    chunks = [
-        row_loss(
-            schedule.alpha,
-            *objective.scheduled(schedule),
-            *shared,
-            *(x[i : i + logit_rows] for x in flat),
-        )
-        for i in range(0, count, logit_rows)
-    ]
-    parts = [mx.concatenate(part) for part in zip(*chunks, strict=True)]
-    rows = LossRows(*(part.reshape(batch.weights.shape) for part in parts))
-    loss, aligned = rows.loss, objective.alignment(drafter, batch, states, rows.ce, config)
-    if aligned is not None:
-        loss = loss + schedule.beta * aligned
-    return (batch.weights * loss).sum() / schedule.denominator, rows
 
 
 def draft_ids(drafter: Drafter, tokens: mx.array) -> mx.array:
@@ -107,7 +68,7 @@ class Distributions(NamedTuple):
 
     def distribution_loss(self, ce: mx.array, alpha: mx.array, config: LossConfig) -> mx.array:
         """alpha CE + (1 - alpha) L1 of each row, L1 = sum over v of |p - q|: [R]."""
-        if config.reference == "law":
+        if config.reference == "distribution":
             ce = (1 - self.outside) * self.lse - (self.p * self.logits).sum(axis=-1)
         return alpha * ce + (1 - alpha) * (mx.abs(self.p - self.q).sum(axis=-1) + self.outside)
 

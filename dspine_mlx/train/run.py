@@ -23,7 +23,7 @@ from dspine_mlx.load import resolve
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.open import open_target
 from dspine_mlx.train.batches import Observe
-from dspine_mlx.train.config import LossConfig, TrainConfig
+from dspine_mlx.train.config import LossConfig, TrainConfig, read_loss
 from dspine_mlx.train.data import Sequence, read_sequences
 from dspine_mlx.train.features import FeatureCache, observe
 from dspine_mlx.train.loop import CHECKPOINT, Source, Trainer
@@ -80,7 +80,7 @@ class Run:
         try:
             values["train"]["betas"] = tuple(values["train"]["betas"])
             values["train"] = TrainConfig(**values["train"])
-            values["loss"] = LossConfig(**values["loss"])
+            values["loss"] = LossConfig(**read_loss(values["loss"]))
             if values["target_layers"] is not None:
                 values["target_layers"] = tuple(values["target_layers"])
             return cls(**values)
@@ -96,7 +96,7 @@ def new_run(method: str, model: str, data: str, settings: list[str], **options: 
         model,
         data,
         changed(TrainConfig(), sections["train"]),
-        changed(loss, sections["loss"]),
+        changed(loss, read_loss(sections["loss"])),
         method,
         drafter=sections["drafter"],
         **options,

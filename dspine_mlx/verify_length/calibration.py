@@ -55,7 +55,7 @@ class Calibration:
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""
-        return calibrated(evidence, *self.arrays)
+        return calibrated(evidence, *np.transpose(self.slots))
 
     def block_log_odds(self, evidence: list[float]) -> list[float]:
         """The same for the first slots of one block, in the plain floats that a round works
@@ -64,33 +64,22 @@ class Calibration:
 
     @cached_property
     def slots(self) -> list[tuple[float, float, float]]:
-        T, b, s = self.arrays
-        return list(zip(T.tolist(), b.tolist(), s.tolist(), strict=True))
-
-    @cached_property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        T = np.array(self.temperatures)
-        return T, np.array(self.biases), np.array(self.slopes or 1 / T)
-
-
-def calibrated(
-    evidence: np.ndarray,
-    temperature: float | np.ndarray,
-    bias: float | np.ndarray,
-    slope: float | np.ndarray,
-) -> np.ndarray:
-    """Log-odds x / T + b, or s x + b for x < 0; -inf, as after a drafted stop token, stays."""
-    x = np.where(np.isnan(evidence), 0.0, evidence).clip(-LIMIT, LIMIT)
-    odds = np.where(x < 0, slope, 1 / temperature) * x + bias
-    return np.where(np.isneginf(evidence), -LIMIT, odds)
+        slopes = self.slopes or [1 / T for T in self.temperatures]
+        return list(zip(self.temperatures, self.biases, slopes, strict=True))
 
 
 def calibrated_slot(evidence: float, temperature: float, bias: float, slope: float) -> float:
-    """`calibrated` for a single number."""
+    """Log-odds x / T + b, or s x + b for x < 0; -inf, as after a drafted stop token, stays."""
     if evidence == -math.inf:
         return -LIMIT
     x = 0.0 if math.isnan(evidence) else min(max(evidence, -LIMIT), LIMIT)
     return (slope if x < 0 else 1 / temperature) * x + bias
+
+
+@np.errstate(invalid="ignore")  # NaN says nothing
+def calibrated(*arrays: float | np.ndarray) -> np.ndarray:
+    """`calibrated_slot` of arrays."""
+    return np.vectorize(calibrated_slot, otypes=[float])(*arrays)
 
 
 def uncalibrated(slots: int) -> Calibration:

@@ -1,20 +1,17 @@
-"""What copies of earlier text are worth, against drafts and against plain decoding.
-
-All are valued alike: the seconds that their tokens are expected to save, less those of the forward
-(`dspine_mlx.verify_length.rules`).
-"""
+"""Whether a copy of earlier text is offered, in place of a draft or after some of its tokens."""
 
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dspine_mlx.round.lookup import COPIED, Copy, CopyChances
-from dspine_mlx.round.select import log_odds
+from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
+from dspine_mlx.round.select import Draft, log_odds
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.chances import Chances
-from dspine_mlx.verify_length.costs import Costs
+from dspine_mlx.verify_length.forecast import Forecast
 from dspine_mlx.verify_length.reading import EVERY
-from dspine_mlx.verify_length.rules import contested, length_values
+from dspine_mlx.verify_length.records import Round
+from dspine_mlx.verify_length.rules import Floats, contested, length_values
 
 FADING = 1 / 16  # of what unmade drafts would have gained, per round
 KNOWN = 4  # rounds that must have shown it before a draft is left out
@@ -36,72 +33,102 @@ class Values(NamedTuple):
     tokens: list[float]  # seconds that each token saves: as many as can be offered
 
 
-class Copying:
-    """Chances of copies, and whether to draft where there is one."""
+class CopyOutcomes:
+    """Chances of copies, by what became of earlier ones."""
 
     def __init__(self) -> None:
         self.chances = CopyChances()
         # Copies are offered where they look best, so on average they disappoint: learnt from those
         # offered.
         self.offered = Chances(uncalibrated(COPIED))
-        self.contest: Copy | None = None  # worth more than the usual round; now a draft is made
-        self.missed = self.rounds = 0.0  # seconds that drafts gained in such contests, fading
-        self.skipped = 0  # drafts left out in a row
 
     def of(self, copy: Copy) -> list[float]:
         """Chance of each token of a copy, given that those before it are accepted."""
         return self.offered.of([log_odds(p) for p in self.chances.of(copy)])
 
-    def pays(
-        self, copy: Copy, running: int, costs: Costs, depth: int, rate: float | None
-    ) -> Offer | None:
-        """A round with the copy and nothing drafted; None: what else is done is worth more. rate:
-        tokens per second of recent rounds; None: while parked."""
-        seconds = costs.verify(depth)
-        if rate is None:
-            return self.instead_of_plain(copy, running, seconds, costs.plain(depth))
-        return self.instead_of_draft(copy, seconds, costs.draft(depth), 1 / rate)
 
-    def instead_of_plain(
-        self, copy: Copy, running: int, seconds: list[float], plain: float
-    ) -> Offer | None:
-        """A round with the copy, once its first `running` tokens are there; None: plain decoding
-        gains. Its first step after something else can't overlap with it."""
-        chances = self.of(copy)
-        there, ahead = math.prod(chances[:running]), chances[running:]
-        values = length_values(ahead, seconds, [plain] * len(ahead))
-        best, lost = max(values), max(0.0, seconds[0] - plain)
-        gain, length = there * (best + plain) - lost, values.index(best)
-        return Offer(copy, length, ahead, gain) if gain > 0 and length else None
+class Copying(CopyOutcomes):
+    """Whether to draft where there is a copy, and what to offer."""
 
-    def instead_of_draft(
-        self, copy: Copy, seconds: list[float], draft: float, average: float
-    ) -> Offer | None:
-        """A round with the copy and without the drafter's forward; None: the draft is needed.
+    def __init__(self, forecast: Forecast) -> None:
+        super().__init__()
+        self.forecast, self.costs = forecast, forecast.costs
+        self.contest: Copy | None = None  # worth more than the usual round; now a draft is made
+        self.missed = self.rounds = 0.0  # seconds that drafts gained in such contests, fading
+        self.skipped = 0  # drafts left out in a row
 
-        A copy can do without if it is worth more than the usual round would be if its `draft`
-        seconds cost nothing, where a token saves `average` seconds. It does without if drafts in
-        such rounds have gained less than that, but for one round in EVERY.
+    def pays(self, copy: Copy, depth: int, parked: bool, running: int) -> bool:
+        """Whether a round with the copy and nothing drafted is worth more than what else is done.
+        running: its first tokens that a plain step is making already."""
+        if parked:
+            return self.instead_of_plain(copy, depth, running)
+        return self.instead_of_draft(copy, depth)
+
+    def instead_of_plain(self, copy: Copy, depth: int, running: int) -> bool:
+        """Whether a round gains over plain decoding once `running` tokens of the copy are there.
+        Its first step after something else can't overlap with it."""
+        chances, plain, seconds = self.of(copy), self.costs.plain(depth), self.costs.verify(depth)
+        best, length = best_length(chances[running:], seconds, plain)
+        lost = max(0.0, seconds[0] - plain)
+        return length > 0 and math.prod(chances[:running]) * (best + plain) > lost
+
+    def instead_of_draft(self, copy: Copy, depth: int) -> bool:
+        """Whether to offer the copy without the drafter's forward.
+
+        A copy can do without if it is worth more than the usual round would be if its draft cost
+        nothing. It does without if drafts in such rounds have gained less than they cost, but for
+        one round in EVERY.
         """
-        chances = self.of(copy)
-        values = length_values(chances, seconds, [average] * len(chances))
-        best = max(values)
-        gain, length = best + average - draft, values.index(best)
+        draft, average = self.costs.draft(depth), 1 / self.forecast.rate(depth)
+        best, length = best_length(self.of(copy), self.costs.verify(depth), average)
         self.contest = None
-        if gain <= 0 or not length:
-            return None
+        if not length or best + average <= draft:
+            return False
         if self.rounds < KNOWN or self.skipped >= EVERY or self.missed > draft * self.rounds:
             self.contest = copy
-            return None
+            return False
         self.skipped += 1
-        return Offer(copy, length, chances, gain)
+        return True
 
-    def alone(self, copy: Copy, seconds: list[float], average: float) -> Offer:
-        """The best length of a copy where a token saves `average` seconds; at least 1."""
-        chances = self.of(copy)
-        values = length_values(chances, seconds, [average] * len(chances))
-        length = max(1, values.index(max(values)))
-        return Offer(copy, length, chances, values[length])
+    def alone(self, copy: Copy, depth: int, parked: bool) -> Round:
+        """The best round with nothing but the copy; it offers a token at least."""
+        costs, chances = self.costs, self.of(copy)
+        average = costs.plain(depth) if parked else 1 / self.forecast.rate(depth)
+        _, length = best_length(chances, costs.verify(depth), average)
+        return Round(depth, chances=chances, chosen=max(1, length), copy=copy, drafted=False)
+
+    def splice(
+        self, draft: Draft, greedy: list[float], lookup: Lookup, limit: int, depth: int
+    ) -> Round | None:
+        """The round whose copy gains most over a draft, after some of its tokens; None: none gains.
+
+        greedy: chances of the greedy path. Of a sampled draft nothing else is asked.
+        """
+        path = draft.greedy_path or draft.evidence
+        assert path is not None
+        tokens = path.tokens.tolist()[:limit]
+        w = self.forecast.token_values(greedy, limit, depth)
+        w += [1 / self.forecast.rate(depth)] * (limit - len(w))
+        copies = lookup.splices(tokens) if draft.q is None else lookup.whole()
+        values = Values(self.costs.verify(depth), w)
+        offer = self.instead_of_path(greedy[:limit], tokens, copies, values)
+        if offer is None:
+            return None
+        return Round(depth, chances=offer.chances, chosen=offer.length, copy=offer.copy)
+
+    def extend(self, this: Round, draft: list[int], lookup: Lookup, limit: int) -> Copy | None:
+        """The copy that the round goes on with after a sampled draft, whose tokens it offers."""
+        copy = lookup.draft(limit - len(draft), draft)
+        if copy is None:
+            return None
+        chances, seconds = self.of(copy), self.costs.verify(this.depth)[len(draft) :]
+        behind = [math.prod(this.chances) * chances[0], *chances[1:]]
+        _, more = best_length(behind, seconds, 1 / self.forecast.rate(this.depth))
+        if not more:
+            return None
+        this.copy, this.chosen = copy, this.chosen + more
+        this.chances = [*this.chances, *chances]
+        return copy
 
     def instead_of_path(
         self, drafted: list[float], path: list[int], copies: Iterable[Copy], values: Values
@@ -119,14 +146,6 @@ class Copying:
             self.contest, self.skipped = None, 0
         return best
 
-    def behind(self, copy: Copy, survival: float, values: Values) -> tuple[list[float], int]:
-        """Chances of a copy behind a block that is accepted with chance `survival`, and how many of
-        its tokens to offer. values: of forwards from the block's own on, and of further tokens."""
-        chances = self.of(copy)
-        first = [survival * chances[0], *chances[1:]]
-        net = length_values(first, values.seconds, values.tokens)
-        return chances, net.index(max(net))
-
     def against(self, drafted: list[float], path: list[int], copy: Copy, values: Values) -> Offer:
         """The copy after the first tokens of the path, against the path itself."""
         tokens = path[: copy.after] + copy.tokens
@@ -138,3 +157,9 @@ class Copying:
         best = max(mine)
         gain = best - max(length_values(others, values.seconds, values.tokens))
         return Offer(copy, mine.index(best), chances, gain)
+
+
+def best_length(chances: Floats, seconds: Floats, average: float) -> tuple[float, int]:
+    """The greatest net seconds where each token saves `average` seconds, and their length."""
+    values = length_values(chances, seconds, [average] * len(chances))
+    return max(values), values.index(max(values))

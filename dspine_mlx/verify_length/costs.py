@@ -8,7 +8,6 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -140,14 +139,6 @@ class Costs:
         """Seconds of a draft, in plain tokens."""
         return self.draft(depth) / self.plain(depth)
 
-    def hopeless(self, depth: int, hope: float, slots: int) -> bool:
-        """Whether plain decoding wins even if all of `slots` drafted tokens are accepted: by the
-        times of real rounds, perfect ones are not `hope` times as fast."""
-        if not slots:
-            return True
-        best = max((1 + n) / self.round(n, depth) for n in range(slots + 1))
-        return self.seen["draft"] > 0 and best * self.plain(depth) < hope
-
     def observe_plain(self, seconds: float, depth: int) -> None:
         self.observe("plain", 0, seconds, depth)
 
@@ -157,12 +148,6 @@ class Costs:
 
     def observe_draft(self, seconds: float, depth: int) -> None:
         self.observe("draft", self.widths + 1, seconds, depth)
-
-    def scattered(self, times: list[float]) -> None:
-        """Take note of how far the times of equal steps lie apart."""
-        for seconds in times:
-            apart = math.log(seconds / median(times)) ** 2
-            self.spread += (min(apart, 1.0) - self.spread) / SPREAD
 
     def observe(self, name: str, kind: int, seconds: float, depth: int) -> None:
         """Learn from a step's time. kind: 0 plain, 1 .. M + 1 a verify width, M + 2 a draft, as in

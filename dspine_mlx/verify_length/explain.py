@@ -4,19 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING
 
 from dspine_mlx.round.statistics import Statistics
-from dspine_mlx.verify_length.costs import Costs
-
-if TYPE_CHECKING:
-    from dspine_mlx.verify_length.auto import Auto, Round
+from dspine_mlx.verify_length.forecast import Forecast
+from dspine_mlx.verify_length.records import Round
 
 
 @dataclass
 class Account:
     """What one text's rounds gained, in plain tokens' time."""
 
+    forecast: Forecast
+    statistics: Statistics
     saved: float = 0.0  # by all rounds
     falling: float = 0.0  # lost since the balance was highest
     parked: int = 0  # tokens decoded while parked
@@ -25,87 +24,72 @@ class Account:
         self.saved += gain
         self.falling = max(0.0, self.falling - gain)
 
+    def parking(self, depth: int) -> str:
+        """Why drafting stops: what rounds can give, or what they did give."""
+        if self.forecast.hopeless(depth):
+            return hopelessness(self.forecast, depth)
+        lost = f"its rounds have lost {self.falling:.1f} plain tokens' time"
+        return f"{lost} since the balance was highest, and the balance is spent"
+
+    def verdict(self, parked: bool, depth: int) -> str:
+        """Why the text was drafted or not."""
+        done, hopeless = self.statistics, parked and self.forecast.hopeless(depth)
+        sums = f"{'saved' if self.saved >= 0 else 'lost'} the time of {abs(self.saved):.1f} "
+        sums += "plain tokens"
+        if not self.forecast.slots and not done.rounds:
+            return "no drafter, and no copy of earlier text promised a gain"
+        if not self.forecast.slots:
+            return f"no drafter: {done.rounds} rounds of copies {sums}"
+        if hopeless:
+            early, late = "drafting can't pay here", "drafting stopped, as steps take longer now"
+            return f"{late if done.rounds else early}: {hopelessness(self.forecast, depth)}"
+        probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
+        if not done.rounds:
+            credit = "the credit was spent before" if self.parked else "the text was too short"
+            return f"not drafted: {credit}; {probes}"
+        if not self.parked:
+            return f"drafted throughout: its rounds {sums}"
+        if self.saved >= 0:
+            sums += f", of which the last ones had lost {self.falling:.1f} again"
+        return f"drafting was parked for {self.parked} tokens, with {probes}: its rounds {sums}"
+
 
 def milliseconds(seconds: Sequence[float]) -> str:
     return " ".join(f"{1e3 * s:.1f}" for s in seconds)
 
 
-def round_line(this: "Round", costs: Costs, rate: float) -> str:
+def round_line(this: Round, forecast: Forecast) -> str:
     """A round in a line: each prefix's chance of acceptance, costs, choice, outcome."""
     if not this.chances:
         return f"at {this.depth}: offered {this.offered} unread, {this.accepted} accepted"
-    survival = " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
-    if this.copied is not None:
-        where = f" after {this.copied} drafted" if this.copied else ""
-        return (
-            f"at {this.depth}: looked up{where}, survival {survival}; offered {this.offered}, "
-            f"took {milliseconds([this.verifying])} ms, {this.accepted} accepted"
-        )
+    survival = "survival " + " ".join(f"{a:.2f}" for a in accumulate(this.chances, mul))
+    took = f"took {milliseconds([this.verifying])} ms, {this.accepted} accepted"
+    if this.copy is not None:
+        where = f" after {this.copy.after} drafted" if this.copy.after else ""
+        return f"at {this.depth}: looked up{where}, {survival}; offered {this.offered}, {took}"
     return (
-        f"at {this.depth}: survival {survival}; ms to draft {milliseconds([this.drafting])}, "
-        f"to verify 1.. rows {milliseconds(costs.verify(this.depth))}; {rate:.1f} tokens/s; "
-        f"offered {this.offered}, took {milliseconds([this.verifying])} ms, "
-        f"{this.accepted} accepted"
+        f"at {this.depth}: {survival}; ms to draft {milliseconds([this.drafting])}, "
+        f"to verify 1.. rows {milliseconds(forecast.costs.verify(this.depth))}; "
+        f"{forecast.rate(this.depth):.1f} tokens/s; offered {this.offered}, {took}"
     )
 
 
-def parking(auto: "Auto", depth: int) -> str:
-    """Why drafting stops: what rounds can give, or what they did give; expectations were wrong."""
-    if auto.hopeless(depth):
-        return hopelessness(auto, depth)
-    lost = f"its rounds have lost {auto.account.falling:.1f} plain tokens' time"
-    return f"{lost} since the balance was highest, and the balance is spent"
-
-
-def probing(auto: "Auto", depth: int) -> str:
+def probing(forecast: Forecast, balance: float, parked: bool, depth: int) -> str:
     """What a draft that was only watched has shown."""
-    if auto.hopeless(depth):
-        return hopelessness(auto, depth)
-    plain, token = 1e3 * auto.costs.plain(depth), 1e3 * auto.seconds / auto.tokens
-    follows = "below 1: drafting stays parked" if auto.parked else "so drafting goes on"
+    if forecast.hopeless(depth):
+        return hopelessness(forecast, depth)
+    plain, token = 1e3 * forecast.costs.plain(depth), 1e3 * forecast.seconds / forecast.tokens
+    follows = "below 1: drafting stays parked" if parked else "so drafting goes on"
     return (
         f"drafted, a token would take {token:.1f} ms, a plain one takes {plain:.1f} ms; the "
-        f"balance is {auto.budget.balance:.1f} plain tokens, {follows}"
+        f"balance is {balance:.1f} plain tokens, {follows}"
     )
 
 
-def hopelessness(auto: "Auto", depth: int) -> str:
-    M, plain = auto.slots, 1e3 * auto.costs.plain(depth)
+def hopelessness(forecast: Forecast, depth: int) -> str:
+    M, costs = forecast.slots, forecast.costs
     return (
         f"even if all {M} drafted tokens were accepted, a round would take "
-        f"{1e3 * auto.costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
-        f"in {(M + 1) * plain:.1f} ms"
+        f"{1e3 * costs.round(M, depth):.1f} ms, and plain decoding gives {M + 1} tokens "
+        f"in {1e3 * (M + 1) * costs.plain(depth):.1f} ms"
     )
-
-
-def without_drafter(done: Statistics, account: Account) -> str:
-    """What copies brought a text that has no drafter."""
-    if not done.rounds:
-        return "no drafter, and no copy of earlier text promised a gain"
-    saved = "saved" if account.saved >= 0 else "lost"
-    return (
-        f"no drafter: {done.rounds} rounds of copies {saved} the time of {abs(account.saved):.1f} "
-        "plain tokens"
-    )
-
-
-def verdict(auto: "Auto", depth: int) -> str:
-    """Why a text was drafted or not."""
-    done, account = auto.statistics, auto.account
-    probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
-    if not auto.slots:
-        return without_drafter(done, account)
-    if auto.parked and auto.hopeless(depth):
-        if not done.rounds:
-            return f"drafting can't pay here: {hopelessness(auto, depth)}"
-        return f"drafting stopped, as steps take longer now: {hopelessness(auto, depth)}"
-    if not done.rounds:
-        credit = "the credit was spent before" if account.parked else "the text was too short"
-        return f"not drafted: {credit}; {probes}"
-    saved = "saved" if account.saved >= 0 else "lost"
-    sums = f"its rounds {saved} the time of {abs(account.saved):.1f} plain tokens"
-    if not account.parked:
-        return f"drafted throughout: {sums}"
-    if account.saved >= 0:
-        sums += f", of which the last ones had lost {account.falling:.1f} again"
-    return f"drafting was parked for {account.parked} tokens, with {probes}: {sums}"

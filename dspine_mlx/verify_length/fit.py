@@ -224,16 +224,18 @@ def survival_errors(
     calibration: Calibration, logits: np.ndarray, accepted: np.ndarray
 ) -> np.ndarray:
     """The calibration error [M] of each slot's survival."""
-    survival = np.cumprod(sigmoid(calibration.log_odds(logits)), axis=1)
-    return np.array([ece(survival[:, t], accepted > t) for t in range(logits.shape[1])])
+    return errors(sigmoid(calibration.log_odds(logits)), accepted)
+
+
+def errors(chances: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+    survival = np.cumprod(chances, axis=1)
+    return np.array([ece(survival[:, t], accepted > t) for t in range(chances.shape[1])])
 
 
 def chance_errors(calibration: Calibration, logits: np.ndarray, draws: int = 20) -> np.ndarray:
     """The error [M] that as many rounds would show by chance if the calibration were exact."""
     chances = sigmoid(calibration.log_odds(logits))
     rng = np.random.default_rng(0)
-    errors = []
-    for _ in range(draws):
-        accepted = np.cumprod(rng.uniform(size=chances.shape) < chances, axis=1).sum(axis=1)
-        errors.append(survival_errors(calibration, logits, accepted))
-    return np.mean(errors, axis=0)
+    drawn = (rng.uniform(size=chances.shape) < chances for _ in range(draws))
+    accepted = (np.cumprod(tokens, axis=1).sum(axis=1) for tokens in drawn)
+    return np.mean([errors(chances, n) for n in accepted], axis=0)

@@ -58,6 +58,16 @@ def measure(drafter: Drafter, seconds: float = SECONDS) -> Curve:
     )
 
 
+def step_seconds(
+    drafter: Drafter, widths: list[int], seconds: float = 1.0
+) -> dict[int | str, float]:
+    """Median seconds of a "draft", of a "plain" token, and of verify forwards of these widths."""
+    timer = StepTimer(drafter)
+    found = timer.medians(DEPTHS[0], widths, seconds)
+    timer.rollback.end()
+    return found
+
+
 class StepTimer:
     """Steps of a pair on scratch caches. kernels: of its verify forwards, if not the target's."""
 

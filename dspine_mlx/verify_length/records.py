@@ -8,7 +8,6 @@ from dspine_mlx.round.accept import acceptance
 from dspine_mlx.round.lookup import Copy
 from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.calibration import Calibration
-from dspine_mlx.verify_length.copying import Offer
 from dspine_mlx.verify_length.costs import Costs
 
 
@@ -33,35 +32,21 @@ class Round:
     """A round and its outcome, filled in as it goes; without chances if its evidence isn't read."""
 
     depth: int
-    begun: float  # the clock when verifying began
+    begun: float = 0.0  # the clock when verifying began
     drafting: float = 0.0  # seconds
     chances: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # net seconds of each length
     chosen: int = -1  # the length, which a draft filter may cut
-    copy: Copy | None = None  # that is offered
-    copied: int | None = None  # tokens before those that were copied; None: nothing was
+    copy: Copy | None = None  # that is offered, after `copy.after` drafted tokens
     drafted: bool = True
     verifying: float = 0.0  # seconds
     offered: int = -1  # until verified
     accepted: int = 0
 
-    @classmethod
-    def of_copy(cls, offer: Offer, depth: int, drafted: bool) -> "Round":
-        """A round that will offer a copy."""
-        return cls(
-            depth,
-            0.0,
-            chances=offer.chances,
-            chosen=offer.length,
-            copy=offer.copy,
-            copied=offer.copy.after,
-            drafted=drafted,
-        )
-
-    def go_on(self, copy: Copy, chances: list[float], more: int) -> None:
-        """Offer the first `more` tokens of a copy after the drafted ones."""
-        self.copy, self.copied, self.chosen = copy, self.chosen, self.chosen + more
-        self.chances = [*self.chances, *chances]
+    @property
+    def own(self) -> int:
+        """Tokens offered that are the drafter's."""
+        return self.offered if self.copy is None else self.copy.after
 
     def seconds(self, costs: Costs) -> float:
         """That it is expected to take."""

@@ -4,11 +4,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
+from dspine_mlx.batch.policy import BatchPolicy
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.policy import Fixed, FixedCopies, Policy
 from dspine_mlx.verify_length import profile as profiling
@@ -16,10 +17,13 @@ from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
-from dspine_mlx.verify_length.store import load_calibrations, read_costs, write_costs
-
-if TYPE_CHECKING:
-    from dspine_mlx.batch.scheduled import Scheduled
+from dspine_mlx.verify_length.readings import use_reading
+from dspine_mlx.verify_length.store import (
+    load_calibrations,
+    load_reading,
+    read_costs,
+    write_costs,
+)
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
@@ -35,7 +39,7 @@ class Schedule:
     budgets: dict[str, Budget] = field(default_factory=dict)  # by mode
     keep: Callable[[Curve, dict[str, Budget]], None] | None = None  # writes them to the file
     policies: dict[str, Auto] = field(default_factory=dict)
-    batch: "Scheduled | None" = None  # the policy of several texts at once
+    batch: BatchPolicy | None = None  # of several texts at once
     kept_at: float = -MINUTE
 
     def policy(self, drafter: Drafter, sampler: SamplerFunction) -> Auto:
@@ -70,14 +74,13 @@ def prepare(
     explain: called with a line for every round and probe.
     """
     calibrations = load_calibrations(drafter, calibration)
-    curve, budgets, fit_to_keep = pair_costs(drafter) if profile else (None, {}, False)
-
-    def keep(curve: Curve, budgets: dict[str, Budget]) -> None:
-        write_costs(drafter, curve, budgets)
-
-    costs = Costs(curve or profiling.guess(drafter))
-    schedule = Schedule(costs, calibrations, explain, budgets, keep if fit_to_keep else None)
-    drafter.schedule = schedule
+    if calibration is not None:
+        use_reading(drafter, load_reading(drafter, calibration))
+    curve, budgets, right = (
+        pair_costs(drafter) if profile else (profiling.guess(drafter), {}, False)
+    )
+    keep = partial(write_costs, drafter) if right else None
+    schedule = drafter.schedule = Schedule(Costs(curve), calibrations, explain, budgets, keep)
     return schedule
 
 
@@ -100,15 +103,21 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
     return curve, {}, True
 
 
+def schedule_of(drafter: Drafter) -> Schedule:
+    """A drafter's schedule, made now if it has none."""
+    schedule = drafter.schedule
+    return schedule if isinstance(schedule, Schedule) else prepare(drafter)
+
+
 def policy_for(
     verify_length: int | str | Policy, drafter: Drafter, sampler: SamplerFunction
 ) -> Policy:
     if verify_length == 0 or drafter.plain or drafter.target.verify_kernels.width_limit < 2:
         return Fixed(0)
-    if isinstance(verify_length, int) and not drafter.config.num_proposals:
-        return FixedCopies(verify_length) if verify_length else Fixed(0)
-    if isinstance(verify_length, int):
-        return Fixed(min(verify_length, drafter.config.num_proposals))
     if isinstance(verify_length, str):
-        return (drafter.schedule or prepare(drafter)).policy(drafter, sampler)
-    return verify_length
+        return schedule_of(drafter).policy(drafter, sampler)
+    if not isinstance(verify_length, int):
+        return verify_length
+    if not drafter.config.num_proposals:
+        return FixedCopies(verify_length) if verify_length else Fixed(0)
+    return Fixed(min(verify_length, drafter.config.num_proposals))

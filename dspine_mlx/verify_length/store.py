@@ -75,10 +75,16 @@ def calibration_path(drafter: Drafter) -> Path:
     return cache_folder() / f"calibration-{digest(calibration_key(drafter))}.json"
 
 
-def save_calibrations(path: Path, drafter: Drafter, modes: dict[str, Calibration]) -> None:
+def save_calibrations(
+    path: Path,
+    drafter: Drafter,
+    modes: dict[str, Calibration],
+    reading: Mapping[str, Any] | None = None,
+) -> None:
+    """reading: changes of the drafter's config that they were fitted with."""
     fitted = {mode: asdict(calibration) for mode, calibration in modes.items()}
     key, pair = calibration_key(drafter), describe(drafter)
-    keep(path, {"key": key, "pair": pair, "modes": fitted})
+    keep(path, {"key": key, "pair": pair, "modes": fitted, "reading": dict(reading or {})})
 
 
 def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, Calibration]:
@@ -86,11 +92,7 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
 
     path: None takes the file made on this machine, else the one in the drafter's folder.
     """
-    if not drafter.config.num_proposals:
-        return {}
-    if path is None:
-        shipped = [drafter.folder / SHIPPED] if drafter.folder else []
-        path = next((p for p in (calibration_path(drafter), *shipped) if present(p)), None)
+    path = path or found_calibration(drafter)
     if path is None:
         return {}
     try:
@@ -104,6 +106,28 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
         log.warning("%s can't be used (%s); confidences stay uncalibrated", path, error)
         return {}
     return modes
+
+
+def found_calibration(drafter: Drafter) -> Path | None:
+    """The file made on this machine, else the one in the drafter's folder."""
+    if not drafter.config.num_proposals:
+        return None
+    shipped = [drafter.folder / SHIPPED] if drafter.folder else []
+    return next((p for p in (calibration_path(drafter), *shipped) if present(p)), None)
+
+
+def load_reading(drafter: Drafter, path: Path | None = None) -> dict[str, Any]:
+    """The reading that the pair's calibrations were fitted with: changes of the drafter's config.
+    What is wrong with a file is said by `load_calibrations`."""
+    path = path or found_calibration(drafter)
+    if path is None:
+        return {}
+    try:
+        with reading(path) as data:
+            same = data["key"] == calibration_key(drafter)
+            return dict(data.get("reading", {})) if same else {}
+    except InputError:
+        return {}
 
 
 def keep(path: Path, data: dict[str, Any]) -> None:

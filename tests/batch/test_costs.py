@@ -118,7 +118,8 @@ def test_costs_are_measured_once_and_kept_on_file(
 
 
 def test_measuring_covers_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are timed, and the others lie between; depth adds one text's seconds for each."""
+    """Some are timed, and the others lie between; depth adds what one text's does for each, but
+    for a factor."""
     monkeypatch.setattr(profile, "SIZES", {1: (1, 2, 4), 3: (1, 2)})
     drafter = tiny_dspine(tiny_target())
     one = Curve((64, 2048), (1.0, 1.5), (0.5, 0.6), ((1.0,) * 8, (1.5,) * 8))
@@ -127,7 +128,11 @@ def test_measuring_covers_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
     for curve in curves:
         low, high = curve.curve.verify
         assert len(low) == drafter.config.num_proposals + 1
-        assert np.subtract(high, low) == pytest.approx([0.5 * curve.texts] * len(low))
+        assert curve.curve.depths == (profile.PROMPT, profile.DEEP)
+        usual = 0.5 * curve.texts * (profile.DEEP - profile.PROMPT) / (2048 - 64)
+        added = np.subtract(high, low)
+        assert (added >= usual / profile.APART - 1e-9).all()
+        assert (added <= profile.APART * usual + np.array(low) / 10 + 1e-9).all()
     first = curves[0].curve.verify[0]
     assert first[2] == pytest.approx((first[1] + first[3]) / 2)
 

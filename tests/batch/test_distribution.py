@@ -26,7 +26,7 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.speculate import copied
 from dspine_mlx.target.model import Target
-from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.schedule import prepare, schedule_of
 from tests.support.tiny import tiny_dflash, tiny_target
 
 V, TOKENS, COUNT = 6, 3, 640
@@ -51,6 +51,14 @@ class Narrow(FixedLength):
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
         return 1 + int(sum(text.anchor.item() for text in texts)) % 3
+
+
+class InTurn(FixedLength):
+    """It drafts for some of the texts, by what they were; the others get a token each."""
+
+    def drafted(self, texts: list[BatchText], depth: int) -> list[bool]:
+        at = sum(text.newest for text in texts)
+        return [(at + i) % 3 > 0 for i in range(len(texts))]
 
 
 class Biased(FixedLength):
@@ -200,16 +208,16 @@ def test_copies_leave_the_targets_distribution(
     assert policy.offered > policy.rounds / 4
 
 
-@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "fixed"])
+@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "in turn", "fixed"])
 def test_texts_follow_the_targets_distribution(
     small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper, rule: str
 ) -> None:
     model, drafter = small
-    assert drafter.schedule is not None
     policies: dict[str, BatchPolicy] = {
-        "scheduled": Scheduled(drafter.schedule, drafter.config.num_proposals),
+        "scheduled": Scheduled(schedule_of(drafter), drafter.config.num_proposals),
         "coupled": Coupled(2, needs_evidence=True),
         "narrow": Narrow(2),
+        "in turn": InTurn(2),
         "fixed": FixedLength(1),
     }
     mx.random.seed(9)

@@ -41,6 +41,7 @@ class Machine:
         self.row, self.draft, self.slot, self.chance = row, draft, slot, chance
         self.each = each
         drafter = tiny_dflash(model)
+        self.model, self.drafter = model, drafter
         self.policy = self.scheduled()
         self.texts = [member(model, drafter) for _ in range(B)]
         self.tokens = self.seconds = 0.0
@@ -172,6 +173,47 @@ def test_one_hopeless_text_among_seven_easy_ones(row: float) -> None:
     assert machine.of[0] > (FLOOR - 0.02) * plain
     chances = [text.chances.of([2.0] * M)[0] for text in machine.texts]
     assert chances[0] < min(chances[1:])
+
+
+def test_a_text_left_out_comes_back_when_it_is_easy() -> None:
+    """While it is hard, the draft is for the others; a try now and then finds the change."""
+    machine = Machine(8, row=0.02, draft=0.3, each=0.02)
+    machine.run(400, lambda text, step: 0 if text == 0 else M)
+    others = [sum(round_[1:]) for round_ in machine.drafted]
+    assert others == [7] * len(others)
+    left_out = [not round_[0] for round_ in machine.drafted]
+    assert sum(left_out[-10:]) >= 8
+    before = machine.rounds
+    machine.run(400, lambda text, step: M)
+    assert [round_[0] for round_ in machine.drafted[-10:]] == [True] * 10
+    assert machine.rounds - before > 200  # nothing holds the others back any more
+
+
+@pytest.mark.parametrize("B", [2, 8, 16])
+def test_batches_of_new_texts_spend_one_budget(B: int) -> None:
+    """A useless drafter costs at most what the budget of a single text would let it lose, however
+    many texts come: in steps of B tokens, its credit halves with each time that it is spent."""
+    machine = Machine(B, draft=0.3, each=0.02)
+    for _ in range(12):
+        machine.texts = [member(machine.model, machine.drafter) for _ in range(B)]
+        for n, text in enumerate(machine.texts, 1):
+            machine.policy.join(text, n, DEPTH)
+        machine.run(128, lambda text, step: 0)
+    steps = 12 * 128
+    lost = machine.seconds / machine.forward(B) - machine.tokens / B
+    # Credits of 4, 2 and 1 steps, a round's loss beyond each, and SHARE of the steps for probes.
+    assert lost < 4 + 2 + 1 + 3 * 4 + 0.012 * steps
+    assert lost < 0.025 * steps
+
+
+def test_a_new_text_inherits_what_others_taught() -> None:
+    machine = Machine(4, row=0.02)
+    fresh = machine.texts[0].chances.of([2.0] * M)
+    machine.run(60, lambda text, step: 0)
+    text = member(machine.model, machine.drafter)
+    machine.policy.join(text, 5, DEPTH)
+    assert text.chances.of([2.0] * M)[0] < fresh[0] - 0.1
+    assert text.chances.information == text.chances.prior  # but easy to unlearn
 
 
 def test_a_verdict_says_what_was_done() -> None:

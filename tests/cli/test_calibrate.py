@@ -13,6 +13,7 @@ from dspine_mlx.cli import app
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length.calibration import uncalibrated
+from dspine_mlx.verify_length.schedule import Schedule
 from dspine_mlx.verify_length.store import load_calibrations
 from tests.support.cache import cache_folder
 
@@ -70,10 +71,29 @@ def test_from_prompts_to_the_next_generation(
     assert [row[0] for row in rows] == ["1", "2", "3", "4", "5", "6", "mean"]
     assert all(row[1] == "100%" for row in rows[:-1])  # the drafter knows the replies
     _, drafter = generated(scripted)
-    assert drafter.schedule is not None
+    assert isinstance(drafter.schedule, Schedule)
     used = drafter.schedule.policies["greedy"].chances.calibration
     assert used == load_calibrations(drafter, file)["greedy"]
     assert used.rounds == TEXTS - 1
+
+
+def test_the_pool_of_candidates_is_chosen_shown_and_loaded(
+    scripted: tuple[str, str], prompts: Path
+) -> None:
+    """The scripted drafter is a Markov head over fewer tokens than a small pool would have."""
+    result = calibrated(scripted, prompts, "--limit", 9, "--temps", 0)
+    lines = [line for line in result.stdout.splitlines() if "tokens per round" in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        "as it is",
+        "a table of each slot's 19 best",
+    ]
+    assert [line.split(": ")[1].split()[0] for line in lines] == ["7.00", "7.00"]
+    chosen = result.stdout.partition("Chosen: ")[2].splitlines()[0]
+    (file,) = cache_folder().glob("calibration-*.json")
+    _, drafter = generated(scripted)
+    pool = vars(drafter.config)["candidate_pool"]
+    assert json.loads(file.read_text())["reading"] == ({} if pool else {"candidate_pool": 0})
+    assert chosen == lines[0 if pool else 1].partition(":")[0]
 
 
 def test_held_out_prompts_are_measured_and_the_others_fitted(
@@ -150,7 +170,7 @@ def test_a_calibration_that_does_not_fit_is_one_warning(
     with caplog.at_level(logging.WARNING):
         again, drafter = generated(scripted)
     assert again == text
-    assert drafter.schedule is not None
+    assert isinstance(drafter.schedule, Schedule)
     default = uncalibrated(drafter.config.num_proposals)
     assert drafter.schedule.policies["greedy"].chances.calibration == default
     (record,) = caplog.records

@@ -13,6 +13,7 @@ from dspine_mlx.checkpoints.open import open_checkpoint
 from dspine_mlx.convert import probe as module
 from dspine_mlx.convert.probe import Reading, probe, settle
 from dspine_mlx.drafters import METHODS
+from dspine_mlx.drafters.chain import POOL
 from dspine_mlx.drafters.dflash2 import DFlash2Config
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.target.model import Target
@@ -44,11 +45,11 @@ def test_a_table_is_kept_where_it_costs_no_tokens(
         head = drafter.network.markov_head
         head.markov_w2.weight = mx.zeros_like(head.markov_w2.weight)
     monkeypatch.setattr(module, "load", lambda *_: (model, tokenizer, drafter))
-    calls: list[str] = []
+    calls: list[int] = []
 
     def timed(*args: Any, **options: Any) -> Any:
         pool = vars(drafter.network.config)["candidate_pool"]
-        calls.append("walk" if pool else "table")
+        calls.append(pool)
         for response in stream(*args, **options):
             response.generation_tps = 1.0 if pool else 2.0
             yield response
@@ -56,11 +57,11 @@ def test_a_table_is_kept_where_it_costs_no_tokens(
     stream = module.stream_generate
     monkeypatch.setattr(module, "stream_generate", timed)
     found = probe("drafter", "target", max_tokens=60)
-    assert calls == ["walk", "table"] * 2
+    assert calls == [POOL, 0, 64, 1024] * 2
     assert vars(drafter.config)["candidate_pool"]  # as it was
     assert found.chosen is not None
     assert (found.chosen.changes == {"candidate_pool": 0}) == kept
-    walk, table = (reading.acceptance_length for reading in found.readings)
+    walk, table, *_ = (reading.acceptance_length for reading in found.readings)
     assert table == walk if kept else table < 0.9 * walk
 
 
@@ -83,9 +84,21 @@ def test_the_scale_of_embeddings_is_asked_of_gemma_like_targets(family: str, tol
     assert scales == ([pytest.approx(3.0 * np.sqrt(32))] if told else [])
 
 
-def test_only_a_markov_head_has_a_table_to_compare() -> None:
-    model = bigram_target(64)
-    for changes in ({"markov_rank": 0}, {"candidate_pool": 0}):
-        config = vars(knowing_dspark(model).config) | changes
-        own = METHODS["dspark"].config.from_dict(config)
-        assert METHODS["dspark"].readings(own, Target(model)) == {}
+@pytest.mark.parametrize(
+    ("changes", "others"),
+    [
+        ({"markov_rank": 0}, []),
+        ({}, [0, 64]),  # 1024 is more than there are
+        ({"candidate_pool": 64}, [0, 200]),
+        ({"candidate_pool": 0}, [64, 200]),
+        ({"candidate_pool": 5000}, [0, 64]),
+    ],
+)
+def test_only_a_markov_head_has_pools_to_compare(
+    changes: dict[str, int], others: list[int]
+) -> None:
+    model = bigram_target(200)
+    config = vars(knowing_dspark(model).config) | changes
+    own = METHODS["dspark"].config.from_dict(config)
+    offered = METHODS["dspark"].readings(own, Target(model)).values()
+    assert [change["candidate_pool"] for change in offered] == others

@@ -67,3 +67,23 @@ def test_a_tree_is_read_by_its_indentation() -> None:
         "f/": "v",
         "f/g.py": "",
     }
+
+
+def for_types_only(path: Path) -> set[str]:
+    """Modules of ours that are imported for their types."""
+    blocks = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if is_guard(node)]
+    imports = [n for block in blocks for n in ast.walk(block) if isinstance(n, ast.ImportFrom)]
+    return {n.module for n in imports if n.module and n.module.startswith("dspine_mlx")}
+
+
+def is_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_no_import_for_types_hides_a_circle() -> None:
+    """The commands import what they need when it is needed; so does the package itself."""
+    lazy = {ROOT / "dspine_mlx" / "__init__.py", *(ROOT / "cli").glob("*.py")}
+    hidden = {path: for_types_only(path) for path in lazy}
+    assert any(hidden.values())  # the check sees them
+    paths = {path.resolve() for folder in SOURCES for path in (ROOT / folder).rglob("*.py")}
+    assert [path for path in paths - lazy if for_types_only(path)] == []

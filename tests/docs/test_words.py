@@ -102,6 +102,23 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
 
 
+def values(source: str) -> Iterator[tuple[int, str]]:
+    """Strings of one word: settings, keys."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if " " not in text:
+                yield node.lineno, text
+
+
+def inline_code() -> Iterator[Piece]:
+    """What the pages mark as code in their sentences."""
+    for page in PAGES:
+        for token in MarkdownIt().enable("table").parse((ROOT / page).read_text(encoding="utf-8")):
+            for child in token.children or []:
+                if child.type == "code_inline":
+                    yield page, child.content
+
+
 def names(source: str) -> Iterator[tuple[int, str]]:
     """Functions, classes, arguments, variables and attributes."""
     for node in ast.walk(ast.parse(source)):
@@ -140,6 +157,15 @@ def test_retired_words_are_gone(area: str) -> None:
     pieces, retired = AREAS[area]
     found = [f"{where}: {m[0]!r} in {t!r}" for where, t in pieces() for m in retired.finditer(t)]
     assert found == []
+
+
+def test_a_retired_value_is_read_in_one_place_and_explained_in_another() -> None:
+    """Stored runs have it."""
+    law = re.compile(r"\blaws?\b")
+    paths = [*sources(), *((str(p), p.read_text("utf-8")) for p in (ROOT / "recipes").glob("*.py"))]
+    found = [path for path, source in paths for _, text in values(source) if law.search(text)]
+    assert found == ["dspine_mlx/train/config.py"]
+    assert [page for page, code in inline_code() if law.search(code)] == ["docs/training.md"]
 
 
 # ---- they would be found

@@ -94,7 +94,7 @@ def test_seeded_text_is_the_targets(pair: Pair, tokenizer: TokenizerWrapper) -> 
 
 
 @every_pair
-@pytest.mark.parametrize("taken", [1, 6, 19])
+@pytest.mark.parametrize("taken", [1, pytest.param(6, marks=pytest.mark.slow), 19])
 def test_caches_hold_the_text(pair: Pair, tokenizer: TokenizerWrapper, taken: int) -> None:
     """Wherever a text is left: the drafter's caches are those of the text's features, and the next
     turn goes on from them as plain decoding does."""
@@ -154,7 +154,7 @@ class Drawn(Toy):
 
 
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_sampled_text_has_the_targets_distribution(kind: str, seed: int) -> None:
     """By enumeration of all drafts and outcomes of a round, at lengths that the policy chooses."""
     V, model = 5, tiny_target(vocab_size=5)

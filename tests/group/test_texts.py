@@ -39,7 +39,7 @@ OPTIONS = tuple(CASES)
 CASES |= {"raced": {"length": 7, "kernels": "auto"}}
 BIGRAMS: dict[str, Any] = {"spread": 1.0, "frequency": 0.5}
 CASES |= {
-    "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 350}
+    "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 450}
     | {"prompt": [4, 5, 6], "sampler": {"temp": 1.0}}
 }
 PACKING = {"group_size": 32, "bits": 4}
@@ -65,7 +65,7 @@ TARGETS: dict[str, tuple[str, bool, int, tuple[str, ...]]] = {  # family, pipeli
     "drafters tensors": ("qwen3_5", False, 2, DRAFTED),
     "drafters layers": ("qwen3_moe", True, 2, tuple(c for c in DRAFTED if "seeded" not in c)),
     "bigrams": ("qwen3", False, 2, ("sampled",)),
-    "packed": ("qwen3", False, 2, ("raced",)),  # the last of 2 ranks: what races find is forced
+    "packed": ("qwen3", False, 2, ("raced",)),  # the last of a launch: it forces what races find
     "four stages": ("qwen3_moe", True, 4, ("greedy", "parked")),
 }
 CHANGES: dict[str, Any] = {"head_dim": 32}
@@ -87,21 +87,28 @@ def save(name: str, folder: Path, parts: int = 0) -> Path:
     return save_target(model_of(name), folder, parts, **config)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+LAUNCHES = {  # targets that share one start
+    "options": ("tensors", "hybrid tensors", "layers", "hybrid layers"),
+    "drafters": ("drafters tensors", "drafters layers", "bigrams", "packed"),
+    "stages": ("four stages",),
+}
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What all ranks of one group wrote, for the targets of this many ranks."""
-    ranks: int = request.param
-    folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+    """What all ranks of one group wrote, for the targets of one launch."""
+    names = LAUNCHES[request.param]
+    folder, ranks = tmp_path_factory.mktemp(request.param), TARGETS[names[0]][2]
     jobs = {}
-    for name, (_, pipeline, size, cases) in TARGETS.items():
-        if size == ranks:
-            target = folder / name.replace(" ", "-")
-            save(name, target, parts=2 if pipeline else 0)
-            own = {case: BASE | CASES[case] for case in cases}
-            jobs[name] = {"target": str(target), "pipeline": pipeline, "cases": own}
-            jobs[name]["forced"] = name == "packed"
+    for name in names:
+        _, pipeline, _, cases = TARGETS[name]
+        target = folder / name.replace(" ", "-")
+        save(name, target, parts=2 if pipeline else 0)
+        own = {case: BASE | CASES[case] for case in cases}
+        jobs[name] = {"target": str(target), "pipeline": pipeline, "cases": own}
+        jobs[name]["forced"] = name == "packed"
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     ended = run_ranks(ranks, ["-m", "tests.support.group_texts", str(path)], folder)
@@ -171,7 +178,7 @@ def chi_square(tokens: list[int], logits: np.ndarray) -> float:
     counts = np.zeros_like(p)
     np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
     expected = counts.sum(axis=1, keepdims=True) * p
-    often = expected >= 5
+    often = expected >= 2
     n = often.sum()
     assert n > 20
     found = ((counts - expected) ** 2 / expected)[often].sum()
@@ -183,12 +190,14 @@ def test_sampled_text_has_the_targets_distribution(results: dict[str, Any]) -> N
     for lead, other in [results["bigrams"]] if "bigrams" in results else []:
         found = lead["cases"]["sampled"]
         tokens, (followed,) = found["tokens"], other["texts"]
-        assert followed["tokens"][3:] == tokens[:-1]
+        heard = followed["tokens"][3:]
+        assert heard == tokens[: len(heard)]
+        assert len(tokens) - len(heard) < 6  # those of the last round, at most
         assert found["rounds"] < 0.7 * len(tokens)
         model = model_of("bigrams")
         logits = np.array(model(mx.arange(SMALL["vocab_size"])[:, None])[:, 0])
         assert abs(chi_square(tokens, logits)) < 4
-        assert chi_square(tokens, logits / 0.6) > 5  # too cold
+        assert max(chi_square(tokens, logits * k) for k in (0.5, 2)) > 5  # too hot, too cold
 
 
 def test_all_ranks_multiply_by_what_rank_0_has_found(results: dict[str, Any]) -> None:

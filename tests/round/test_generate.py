@@ -42,7 +42,11 @@ def text_of(prompt: list[int], plain: list[Step]) -> list[int]:
     return prompt + [token for token, _ in plain]
 
 
-@pytest.mark.parametrize("block_size", [2, 3, 8, 16])
+def slow(value: int) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("block_size", [2, slow(3), 8, slow(16)])
 @pytest.mark.parametrize("kind", [*SCRIPTS, "dflash", "dspine"])
 def test_greedy_text_is_the_targets(
     model: nn.Module, tokenizer: TokenizerWrapper, block_size: int, kind: str
@@ -97,7 +101,12 @@ def test_prompts_across_chunk_borders(
 @pytest.mark.parametrize(
     ("sampler", "processors", "kind"),
     [
-        (sampler, processors, ("right", "now and then")[(i + j) % 2])
+        pytest.param(
+            sampler,
+            processors,
+            ("right", "now and then")[(i + j) % 2],
+            marks=pytest.mark.slow if (i + j) % 3 else (),
+        )
         for i, sampler in enumerate([None, *SAMPLERS])
         for j, processors in enumerate(PROCESSORS)
     ],
@@ -189,9 +198,15 @@ def test_a_stop_token_inside_a_block(
     assert {c.offset for c in cache} == {len(prompt) + place + 1}
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
-@pytest.mark.parametrize("taken", [1, 5])
-@pytest.mark.parametrize("verify_length", [0, 3, 7])
+@pytest.mark.parametrize(
+    ("kind", "taken", "verify_length"),
+    [
+        ("right", 1, 0),
+        ("right", 5, 0),
+        *((kind, (1, 5)[i % 2], 3) for i, kind in enumerate(SCRIPTS)),
+        *((kind, (5, 1)[i % 2], 7) for i, kind in enumerate(SCRIPTS)),
+    ],
+)
 def test_second_turn_from_the_cache(
     model: nn.Module, tokenizer: TokenizerWrapper, kind: str, taken: int, verify_length: int | str
 ) -> None:

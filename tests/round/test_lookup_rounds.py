@@ -54,7 +54,7 @@ def copied_run(
     return responses
 
 
-@pytest.mark.parametrize("nth", [NEVER, 3])
+@pytest.mark.parametrize("nth", [pytest.param(NEVER, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_with_copies_is_mlx_lms(
     tokenizer: TokenizerWrapper, family: str, nth: int, monkeypatch: pytest.MonkeyPatch

@@ -175,7 +175,7 @@ def policy(toy: Toy, seed: int, sampled: bool = True) -> Auto:
     rows = tuple(1 + np.cumsum(rng.exponential(0.6, toy.M + 1) * rng.integers(0, 2, toy.M + 1)))
     auto = Auto(Costs(Curve((1, 2), (1, 1), (0.2, 0.2), (rows, rows))), uncalibrated(toy.M))
     auto.start_text(Statistics(), Sampler(temp=1.0 if sampled else 0.0), 1)
-    auto.count(rng.uniform(0.5, 3), rng.uniform(0.5, 3), fading=0)
+    auto.forecast.count(rng.uniform(0.5, 3), rng.uniform(0.5, 3), fading=0)
     return auto
 
 

@@ -1,5 +1,6 @@
 """The server with a drafter of each kind that its other tests don't draft with."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,19 @@ def test_lookup_alone_copies_a_reply_that_repeats_itself(
             assert done["path"] == "speculative"
             assert done["lookups"] == done["rounds"] <= 4
             assert done["accepted"] >= 28  # of 40, the first of which repeat nothing
+
+
+def test_lookup_alone_serves_several_requests_in_one_batch(
+    scripted: tuple[str, str], tmp_path: Path
+) -> None:
+    flags = ("--model", scripted[0], "--draft-model", "lookup", "--no-profile")
+    asked = {"prompt": "@long", "max_tokens": 400}
+    with serving("dspine_mlx.server", tmp_path / "server", *flags) as server:
+        alone = server.request("/v1/completions", asked).body["choices"]
+        with ThreadPoolExecutor(3) as clients:
+            bodies = [asked] * 3
+            replies = list(clients.map(lambda one: server.request("/v1/completions", one), bodies))
+    assert [reply.body["choices"] for reply in replies] == [alone] * 3
+    told = [reply.body["usage"]["dspine"] for reply in replies]
+    assert {usage["path"] for usage in told} == {"batched"}
+    assert all(usage["lookups"] > 0 for usage in told)

@@ -1,9 +1,11 @@
-"""Ports of servers in tests: none is given to two of them."""
+"""Ports of servers: none is given to two of them, and one that was not asked for is told."""
 
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from dspine_mlx.server.connections import Server
 from tests.support import serving
 from tests.support.serving import free_port
 
@@ -29,3 +31,12 @@ def test_a_port_is_given_once_while_its_lock_is_held(monkeypatch: pytest.MonkeyP
         stack.enter_context(other)
         assert second == first + 1
     lock.close()
+
+
+def test_a_server_says_which_port_it_got(capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        port = server.server_address[1]
+        assert port > 0
+        assert capsys.readouterr().out == f"listening on port {port}\n"
+    with Server(("127.0.0.1", port), BaseHTTPRequestHandler):
+        assert capsys.readouterr().out == ""  # it was asked for

@@ -109,6 +109,7 @@ def become(argv: list[str], env: dict[str, str], fds: list[str]) -> None:
     option, name, *arguments = argv
     sys.argv = [name, *arguments]
     if option == "-m":
+        sys.modules.pop(name, None)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         exec(name)

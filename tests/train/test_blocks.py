@@ -9,8 +9,9 @@ from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.target.model import Target
-from dspine_mlx.train.blocks import Batch, forward
+from dspine_mlx.train.blocks import Batch
 from dspine_mlx.train.config import LossConfig
+from dspine_mlx.train.step import forward
 from tests.support.checkpoints import Shape, tiny_target
 from tests.support.tiny import randomise
 from tests.support.training import SHAPE, random_batch

@@ -19,9 +19,10 @@ from dspine_mlx.convert.verify import verify
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.generate import generate
 from dspine_mlx.load import load_drafter
-from dspine_mlx.train.blocks import Batch, forward
+from dspine_mlx.train.blocks import Batch
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import Schedule, drafter_loss
+from dspine_mlx.train.losses import Schedule
+from dspine_mlx.train.step import drafter_loss, forward
 from tests.support.runs import start
 from tests.support.training import SHAPE, random_batch
 from tests.train.test_blocks import PREFIX, SELECTOR, build

@@ -14,10 +14,10 @@ from dspine_mlx.checkpoints.open import parameters
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import GATES, DSpine
 from dspine_mlx.target.model import Target
-from dspine_mlx.train.blocks import forward
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import Schedule, acceptance_length, drafter_loss
+from dspine_mlx.train.losses import Schedule, acceptance_length
 from dspine_mlx.train.objectives.dspine import OBJECTIVE
+from dspine_mlx.train.step import drafter_loss, forward
 from tests.support.checkpoints import (
     Checkpoint,
     Shape,
@@ -33,12 +33,13 @@ from tests.support.training import SHAPE, NumpyLoss, random_batch, softmax
 
 EPSILON = 1e-5
 CE = LossConfig(refinement=False, replacement_layers=0)
+WHOLE = replace(CE, reference="distribution")
 TERMS: dict[str, tuple[LossConfig, float, float]] = {  # loss, alpha, beta
     "base CE": (CE, 1.0, 0.0),
-    "base CE against the law": (replace(CE, reference="law"), 1.0, 0.0),
+    "base CE against the distribution": (WHOLE, 1.0, 0.0),
     "base L1": (CE, 0.0, 0.0),
     "with refined CE": (replace(CE, refinement=True), 1.0, 0.0),
-    "with refined CE against the law": (replace(CE, refinement=True, reference="law"), 1.0, 0.0),
+    "with refined CE against the distribution": (replace(WHOLE, refinement=True), 1.0, 0.0),
     "with refined L1": (replace(CE, refinement=True), 0.0, 0.0),
     "with alignment": (CE, 1.0, 0.5),
     "with token alignment": (replace(CE, alignment="token"), 1.0, 0.5),
@@ -131,10 +132,10 @@ def test_dspark_equals_numpy(kind: str) -> None:
     check(checkpoint, LossConfig(position_decay=4.0), 0.1, 0.0)
 
 
-@pytest.mark.parametrize("reference", ["token", "law"])
+@pytest.mark.parametrize("reference", ["token", "distribution"])
 @pytest.mark.parametrize("alpha", [1.0, 0.1])
 def test_a_reduced_draft_vocabulary_equals_numpy(
-    reference: Literal["token", "law"], alpha: float
+    reference: Literal["token", "distribution"], alpha: float
 ) -> None:
     """Its distribution is compared with the target's whole one; labels that it lacks cost no CE."""
     checkpoint = reduced(SHAPE, final_logit_softcapping=3.0)
@@ -142,9 +143,9 @@ def test_a_reduced_draft_vocabulary_equals_numpy(
 
 
 @pytest.mark.parametrize("alignment", ["embedding", "token"])
-@pytest.mark.parametrize("reference", ["token", "law"])
+@pytest.mark.parametrize("reference", ["token", "distribution"])
 def test_the_targets_rows_of_a_reduced_vocabulary_equal_numpy(
-    reference: Literal["token", "law"], alignment: Literal["embedding", "token"]
+    reference: Literal["token", "distribution"], alignment: Literal["embedding", "token"]
 ) -> None:
     """DSpine and DFlash over 17 of the tokens, whose head is the target's rows."""
     ids = np.sort(np.random.default_rng(5).choice(SHAPE.V, 17, replace=False))

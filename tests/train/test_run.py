@@ -20,7 +20,7 @@ from dspine_mlx.load import DEMO, load_drafter
 from dspine_mlx.train.config import LossConfig, TrainConfig
 from dspine_mlx.train.evaluate import Decoded, acceptance, lookup_length
 from dspine_mlx.train.loop import Trainer
-from dspine_mlx.train.run import Run, build, spread
+from dspine_mlx.train.run import SETTINGS, Run, build, new_run, spread
 from dspine_mlx.train.settings import changed, parse_settings
 from recipes.ablation import Unrefined
 from tests.support.runs import call, equal, start, weights
@@ -302,6 +302,17 @@ def test_taps_are_spread_as_the_papers_do() -> None:
     assert spread(36, 5) == [1, 9, 17, 25, 33]
     assert spread(6, 3) == [1, 2, 3]
     assert spread(2, 1) == [1]
+
+
+@pytest.mark.parametrize("name", ["distribution", "law"])
+def test_the_earlier_name_of_a_reference_is_read(name: str, tmp_path: Path) -> None:
+    """On the command line, and in a stored run."""
+    run = new_run("dspine", "model", "data", [f"loss.reference={name}", "loss.ce_weight=0.5"])
+    assert (run.loss.reference, run.loss.ce_weight) == ("distribution", 0.5)
+    run.save(tmp_path / "run")
+    path = tmp_path / "run" / SETTINGS
+    path.write_text(path.read_text().replace('"distribution"', f'"{name}"'))
+    assert Run.read(tmp_path / "run") == run
 
 
 def test_settings_are_checked_by_type() -> None:

@@ -96,15 +96,6 @@ def test_what_was_learnt_changes_the_file_by_a_factor_of_two_at_most() -> None:
     assert learnt.depths == file.depths
 
 
-@pytest.mark.parametrize(("noise", "disturbed"), [(0.1, False), (0.8, True)])
-def test_scatter_is_seen_in_tokens_that_are_timed_together(noise: float, disturbed: bool) -> None:
-    """Only their median is learnt from, which hides it."""
-    rng, taught = np.random.default_rng(3), Costs(curve())
-    for _ in range(4):
-        taught.scattered(np.exp(noise * rng.normal(size=8)).tolist())
-    assert taught.disturbed == disturbed
-
-
 def test_times_that_scatter_are_known_as_disturbed() -> None:
     rng = np.random.default_rng(0)
     for noise, disturbed in ((0.1, False), (0.8, True)):

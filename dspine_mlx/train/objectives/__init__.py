@@ -1,17 +1,14 @@
 """Training objectives, one module per method; `Method.objective` names it."""
 
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 from dspine_mlx.drafters import METHODS, method_of
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
-
-if TYPE_CHECKING:
-    from dspine_mlx.train.objectives.dflash import Objective
+from dspine_mlx.train.objectives.dflash import Objective
 
 
-def objective_named(name: str) -> "Objective":
+def objective_named(name: str) -> Objective:
     """The objective of a method; `InputError` lists those that can be trained here."""
     trainable = {method.name: method.objective for method in METHODS.values() if method.objective}
     if name not in trainable:
@@ -20,5 +17,5 @@ def objective_named(name: str) -> "Objective":
     return objective
 
 
-def objective_of(drafter: Drafter) -> "Objective":
+def objective_of(drafter: Drafter) -> Objective:
     return objective_named(method_of(drafter.network).name)

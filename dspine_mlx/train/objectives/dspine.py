@@ -158,7 +158,7 @@ def candidate_loss(
     mass = p.sum(axis=-1, keepdims=True)
     inside = (mass > config.candidate_mass_threshold)[:, 0]
     target = p / mx.maximum(mass, config.candidate_mass_threshold)
-    if config.reference == "law":
+    if config.reference == "distribution":
         ce = mx.where(inside, lse - (target * scores).sum(axis=-1), 0)
     else:
         ce = mx.where(hit, lse[:, None] - scores, 0).sum(axis=-1)

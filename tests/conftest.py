@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO
 from dspine_mlx.measure import verify_steps
+from dspine_mlx.target import row_kernels
 from dspine_mlx.verify_length import profile, store
 from dspine_mlx.verify_length.costs import Curve
 from tests.support.checkpoints import dspine_specforge, save
@@ -94,4 +95,5 @@ def flat_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(profile, "measure", flat)
     monkeypatch.setattr(verify_steps, "SECONDS", 0.0)
+    monkeypatch.setattr(row_kernels, "CHECK_SECONDS", 1e9)  # a busy machine checks all widths
     monkeypatch.setattr(store, "cache_folder", lambda: tmp_path / "cache")

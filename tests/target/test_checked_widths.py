@@ -90,6 +90,7 @@ def test_the_check_ends_when_its_time_is_up(
             yield pair
 
     monkeypatch.setattr(row_kernels, "compared_widths", slow)
+    monkeypatch.setattr(row_kernels, "CHECK_SECONDS", 60.0)
     told: list[str] = []
     first = checked(track, tmp_path, *range(2, 8), told=told.append)
     assert (first.checked, first.width_limit) == ({2, 3, 4}, 3)

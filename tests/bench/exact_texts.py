@@ -197,6 +197,7 @@ class Turn:
         elif len(texts) > 1:
             config = families.drafter_config(self.model, **changes)
             drafter = scripted_texts(self.model, list(texts), kind, config)
+            drafter.whole_context = False
         else:
             drafter = families.scripted_drafter(self.model, texts[0], kind, **changes)
         drafter.schedule = Schedule(Costs(free(drafter.config.num_proposals + 1)), {})

@@ -4,11 +4,10 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -35,8 +34,7 @@ class Layout(str, Enum):
     hf = "hf"
 
 
-@dataclass(frozen=True)
-class Drafter:
+class Drafter(NamedTuple):
     """Settings for writing OUTPUT/drafter."""
 
     layout: Layout

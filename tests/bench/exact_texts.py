@@ -7,7 +7,6 @@ random weights in every turn, and the pair that ships.
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -200,6 +199,7 @@ class Turn:
             drafter.whole_context = False
         else:
             drafter = families.scripted_drafter(self.model, texts[0], kind, **changes)
+            drafter.whole_context = False
         drafter.schedule = Schedule(Costs(free(drafter.config.num_proposals + 1)), {})
         return drafter
 
@@ -209,10 +209,7 @@ class Turn:
 
 
 def tokens_of(responses: Iterable[dspine_mlx.GenerationResponse]) -> Iterator[int]:
-    """Their tokens, up to where a script finds that the text is another one."""
-    with suppress(AssertionError):
-        for response in responses:
-            yield response.token
+    return (response.token for response in responses)
 
 
 Compare = Callable[[str, str], Iterator[Pair]]  # a drafter and a length -> texts to compare

@@ -34,15 +34,17 @@ class Account:
     def verdict(self, parked: bool, depth: int) -> str:
         """Why the text was drafted or not."""
         done, hopeless = self.statistics, parked and self.forecast.hopeless(depth)
-        sums = f"{'saved' if self.saved >= 0 else 'lost'} the time of {abs(self.saved):.1f} "
-        sums += "plain tokens"
+        gained = "saved" if self.saved >= 0 else "lost"
+        sums = f"{gained} the time of {abs(self.saved):.1f} plain tokens"
         if not self.forecast.slots and not done.rounds:
             return "no drafter, and no copy of earlier text promised a gain"
         if not self.forecast.slots:
             return f"no drafter: {done.rounds} rounds of copies {sums}"
         if hopeless:
-            early, late = "drafting can't pay here", "drafting stopped, as steps take longer now"
-            return f"{late if done.rounds else early}: {hopelessness(self.forecast, depth)}"
+            why = hopelessness(self.forecast, depth)
+            if not done.rounds:
+                return f"drafting can't pay here: {why}"
+            return f"drafting stopped, as steps take longer now: {why}"
         probes = f"{done.probes} probe{'' if done.probes == 1 else 's'}"
         if not done.rounds:
             credit = "the credit was spent before" if self.parked else "the text was too short"

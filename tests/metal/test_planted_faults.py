@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[Kernel, str, str]] = {
     "message: another row's scale": (
         GATED_MESSAGE, "max(metal::precise::sqrt(previous)", "max(metal::precise::sqrt(own)"),
     "message: no bias": (GATED_MESSAGE, "+ static_cast<float>(bias[d])", ""),
-    "write: another row's": (RESIDUAL_WRITE, "(row - passed) * D", "(row - passed) / 2 * D"),
+    "write: another row's": (RESIDUAL_WRITE, "write[written * D", "write[written / 2 * D"),
     "write: a norm of another row": (
         RESIDUAL_WRITE, "block[row * D + d]", "block[row / 2 * D + d]"),
     "candidates: another row": (CANDIDATE_MESSAGES, "rows[pair]", "rows[pair / K * K]"),
@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[Kernel, str, str]] = {
     "markov: another pair": (MARKOV_SCORES, "base[t * K + pair % K]", "base[t * K + pair / K]"),
     "markov: the first columns": (MARKOV_SCORES, "w2[after * R + start + c]", "w2[after * R + c]"),
     "walk: the last maximum": (WALK, "score > best", "score >= best"),
-    "walk: another row": (WALK, "+ i * transitions_strides[1]", ""),
+    "walk: another row": (WALK, "+ i * transitions_strides[2]", ""),
     "merge: a part left out": (ROWS_MERGE, "p < parts; ++p) {", "p + 1 < parts; ++p) {"),
     "merge: another head's sink": (ROWS_MERGE, "sinks[head]) - top", "sinks[1 - head]) - top"),
     "exact merge: a last bit": (

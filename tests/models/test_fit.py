@@ -38,7 +38,7 @@ from tests.support.hub import (
     entry,
     own_registry,
 )
-from tests.support.serving import serving, usage
+from tests.support.serving import Fresh, serving, usage
 from tests.support.terminal import on_terminal, plain
 
 LAYOUTS = [
@@ -218,12 +218,15 @@ def test_the_table_shows_every_figure_whole(machine: dict[str, str], columns: in
     ids=["auto", "alone"],
 )
 def test_a_server_takes_the_registrys_drafter_or_says_which_fits(
-    flags: tuple[str, ...], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...],
+    wanted: str,
+    tmp_path: Path,
+    machine: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own_registry(tmp_path, entry())
-    monkeypatch.setenv("HOME", str(tmp_path))
-    demo_cache(tmp_path / "hub")
-    with serving("dspine_mlx.server", tmp_path, "--model", TARGET, *flags) as server:
+    for name, value in machine.items():
+        monkeypatch.setenv(name, value)
+    with serving("dspine_mlx.server", tmp_path, "--model", TARGET, *flags, kind=Fresh) as server:
         assert usage(server, max_tokens=4)["completion_tokens"] > 0
         drafter = server.request("/health").body["draft_model"]
         assert (drafter is None) == (not flags)

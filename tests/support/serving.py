@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -197,6 +199,30 @@ class Process(Forked):
         self.send_signal(signal.SIGTERM)
 
 
+class Fresh(Process):
+    """One that imports everything itself, under its own environment."""
+
+    def __init__(self, argv: Sequence[str], env: dict[str, str], fds: Sequence[Path]):
+        self.returncode = None
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(path.open("wb" if number else "rb"))
+                for number, path in enumerate(fds)
+            ]
+            self.process = subprocess.Popen(
+                [sys.executable, *argv],
+                env=env | {"MLX_DISABLE_COMPILE": "1"},
+                stdin=files[0],
+                stdout=files[1],
+                stderr=files[2],
+            )
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        self.returncode = self.process.poll()
+        return self.returncode
+
+
 @dataclass
 class Server:
     process: Process
@@ -264,14 +290,14 @@ def free_port() -> tuple[int, IO[str]]:
             return port, lock
 
 
-def start(module: str, folder: Path, *flags: str) -> Server:
+def start(module: str, folder: Path, *flags: str, kind: type[Process] = Process) -> Server:
     """`python -m module --port ... flags`, not yet listening."""
     folder.mkdir(parents=True, exist_ok=True)
     (port, lock), log = free_port(), folder / f"{module}.log"
     log.write_text("")
     null = Path(os.devnull)
     command = ["-m", module, "--port", str(port), *flags]
-    return Server(Process(command, dict(os.environ), (null, null, log)), port, log, lock)
+    return Server(kind(command, dict(os.environ), (null, null, log)), port, log, lock)
 
 
 def wait_until_up(server: Server, seconds: float = 180) -> Server:
@@ -290,8 +316,10 @@ def wait_until_up(server: Server, seconds: float = 180) -> Server:
 
 
 @contextmanager
-def serving(module: str, folder: Path, *flags: str) -> Iterator[Server]:
-    server = start(module, folder, *flags)
+def serving(
+    module: str, folder: Path, *flags: str, kind: type[Process] = Process
+) -> Iterator[Server]:
+    server = start(module, folder, *flags, kind=kind)
     try:
         yield wait_until_up(server)
     finally:

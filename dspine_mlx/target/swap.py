@@ -8,17 +8,13 @@ from contextlib import contextmanager
 @contextmanager
 def swapping(swaps: Sequence[tuple[object, type]]) -> Iterator[None]:
     """Give each object its class of `swaps`, and its own class back on every exit."""
-    own = [type(of) for of, _ in swaps]
+    own = [(of, type(of)) for of, _ in swaps]
+    # nn.Module.__setattr__ looks for arrays first and takes ten times as long.
+    put = object.__setattr__
     try:
         for of, cls in swaps:
-            set_class(of, cls)
+            put(of, "__class__", cls)
         yield
     finally:
-        for (of, _), cls in zip(swaps, own, strict=True):
-            set_class(of, cls)
-
-
-def set_class(of: object, cls: type) -> None:
-    """Bypass nn.Module.__setattr__, which looks for arrays first and takes ten times as long: a
-    forward swaps hundreds of classes."""
-    object.__setattr__(of, "__class__", cls)
+        for of, cls in own:
+            put(of, "__class__", cls)

@@ -36,7 +36,7 @@ def grouped(command: Command) -> Command:
 
 
 def is_group(annotation: Any) -> bool:
-    return isinstance(annotation, type) and hasattr(annotation, "_fields")
+    return isinstance(annotation, type) and issubclass(annotation, tuple)
 
 
 def options_of(group: Any) -> Iterator[inspect.Parameter]:

@@ -60,6 +60,7 @@ class Variant:
 ALIGN = {"alignment_weight": 0.1}
 PUBLISHED = {"reference": "token", "ce_start": None, "ce_weight": 0.1}  # DFlash: CE only
 HALF = {"ce_weight": 0.5}
+LENGTH = {"length_weight": 0.8, "length_start": 0.6}
 VARIANTS = {
     "DFlash": Variant("dflash", {"ce_weight": 1.0}),
     "DSpark": Variant("dspark", first_slot=0),
@@ -81,6 +82,9 @@ VARIANTS = {
     "DSpark, losses: CE down to .5": Variant("dspark", HALF, first_slot=0),
     "DSpine, losses as published": Variant(loss=PUBLISHED | ALIGN),
     "DSpine, losses: CE down to .5": Variant(loss=HALF | ALIGN),
+    "DSpine, expected length": Variant(loss=ALIGN | LENGTH),
+    "DSpine, expected length, greedy": Variant(loss=ALIGN | LENGTH | {"length_greedy": 1.0}),
+    "DSpine, expected length, T = 1": Variant(loss=ALIGN | LENGTH | {"length_greedy": 0.0}),
     "DFlash2": Variant("dflash2"),
     "DFlash2, losses: CE alone": Variant("dflash2", {"ce_weight": 1.0}),
     "Domino": Variant("domino"),

@@ -54,7 +54,7 @@ class Objective:
         hidden, labels, base = arrays
         pq = distributions(drafter, hidden, all_logits(drafter, base))
         ce = pq.cross_entropy(labels)
-        return LossRows(pq.distribution_loss(ce, alpha, config), ce, pq.agree, pq.overlap)
+        return pq.rows(pq.distribution_loss(ce, alpha, config), ce)
 
     def alignment(
         self, drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig

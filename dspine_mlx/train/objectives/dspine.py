@@ -101,18 +101,15 @@ class DSpineObjective(Objective):
         loss = pq.distribution_loss(ce, alpha, config)
         logits = mx.stop_gradient(pq.logits)
         candidates = mx.stop_gradient(top_k(logits, drafter.config.top_k)[0])
-        p = mx.take_along_axis(pq.p, candidates, axis=-1)
         if config.refinement:
+            p = mx.take_along_axis(pq.p, candidates, axis=-1)
             head = drafter.target.head_rows(candidates).astype(refined.dtype)  # [R, K, d]
             scores = scale_scores((head @ refined[..., None])[..., 0], drafter.config)
             own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
             loss = loss + config.refined_weight * own
         else:
             scores = mx.take_along_axis(pq.logits, candidates, axis=-1)
-        first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
-        best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
-        overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-        return LossRows(loss, ce, best == pq.best, overlap)
+        return pq.candidate_rows(candidates, scores, loss, ce)
 
     def alignment(
         self, drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig

@@ -23,6 +23,7 @@ from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cli.train import parse_layers
+from dspine_mlx.drafters import registered
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.train.config import TrainConfig
@@ -32,6 +33,7 @@ from dspine_mlx.train.loop import Source, read_log, train
 from dspine_mlx.train.objectives import objective_named
 from dspine_mlx.train.run import Run, build
 from dspine_mlx.train.settings import changed, parse_settings
+from recipes import two_slots
 
 MIX = {
     "reference": "distribution",
@@ -85,6 +87,7 @@ VARIANTS = {
     "DSpine, expected length": Variant(loss=ALIGN | LENGTH),
     "DSpine, expected length, greedy": Variant(loss=ALIGN | LENGTH | {"length_greedy": 1.0}),
     "DSpine, expected length, T = 1": Variant(loss=ALIGN | LENGTH | {"length_greedy": 0.0}),
+    "DSpine, two slots back": Variant(two_slots.METHOD.name, ALIGN),
     "DFlash2": Variant("dflash2"),
     "DFlash2, losses: CE alone": Variant("dflash2", {"ce_weight": 1.0}),
     "Domino": Variant("domino"),
@@ -96,6 +99,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},
     "dspine": {},
+    two_slots.METHOD.name: {},
     "dflash2": {},
     "domino": {},
 }
@@ -145,9 +149,10 @@ def main(
     for seed in range(seeds):
         for name in names:
             if not any(r["name"] == name and r["seed"] == seed for r in results(folder)):
-                run = configure(base, VARIANTS[name], rank)
-                run = replace(run, train=replace(run.train, seed=seed))
-                one_run(run, name, folder, prompts)
+                with registered(two_slots.METHOD):
+                    run = configure(base, VARIANTS[name], rank)
+                    run = replace(run, train=replace(run.train, seed=seed))
+                    one_run(run, name, folder, prompts)
             (folder / "table.md").write_text(table(folder, names), encoding="utf-8")
 
 
@@ -158,6 +163,7 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
         "dflash": {},
         "dspark": {"markov_rank": rank // 2},
         "dspine": {"transfer_rank": rank, "message_size": rank // 2},
+        two_slots.METHOD.name: {"transfer_rank": rank, "message_size": rank // 2},
         "dflash2": {"selector_rank": rank // 2},
         "domino": {"gru_hidden_dim": 2 * rank, "emb_dim": rank // 2},
     }

@@ -23,7 +23,6 @@ from mlx.nn import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cli.train import parse_layers
-from dspine_mlx.drafters import registered
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.proposal import SlotwiseProposal
 from dspine_mlx.train.config import TrainConfig
@@ -33,7 +32,6 @@ from dspine_mlx.train.loop import Source, read_log, train
 from dspine_mlx.train.objectives import objective_named
 from dspine_mlx.train.run import Run, build
 from dspine_mlx.train.settings import changed, parse_settings
-from recipes import two_slots
 
 MIX = {
     "reference": "distribution",
@@ -57,6 +55,7 @@ class Variant:
     loss: dict[str, Any] = field(default_factory=dict)
     first_slot: int = 1
     bidirectional: bool = False
+    drafter: dict[str, Any] = field(default_factory=dict)
 
 
 ALIGN = {"alignment_weight": 0.1}
@@ -85,9 +84,10 @@ VARIANTS = {
     "DSpine, losses as published": Variant(loss=PUBLISHED | ALIGN),
     "DSpine, losses: CE down to .5": Variant(loss=HALF | ALIGN),
     "DSpine, expected length": Variant(loss=ALIGN | LENGTH),
+    "DSpine, expected length, weight .4": Variant(loss=ALIGN | LENGTH | {"length_weight": 0.4}),
     "DSpine, expected length, greedy": Variant(loss=ALIGN | LENGTH | {"length_greedy": 1.0}),
     "DSpine, expected length, T = 1": Variant(loss=ALIGN | LENGTH | {"length_greedy": 0.0}),
-    "DSpine, two slots back": Variant(two_slots.METHOD.name, ALIGN),
+    "DSpine, two slots back": Variant(loss=ALIGN, drafter={"injection_reach": 2}),
     "DFlash2": Variant("dflash2"),
     "DFlash2, losses: CE alone": Variant("dflash2", {"ce_weight": 1.0}),
     "Domino": Variant("domino"),
@@ -99,7 +99,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},
     "dspine": {},
-    two_slots.METHOD.name: {},
     "dflash2": {},
     "domino": {},
 }
@@ -149,10 +148,9 @@ def main(
     for seed in range(seeds):
         for name in names:
             if not any(r["name"] == name and r["seed"] == seed for r in results(folder)):
-                with registered(two_slots.METHOD):
-                    run = configure(base, VARIANTS[name], rank)
-                    run = replace(run, train=replace(run.train, seed=seed))
-                    one_run(run, name, folder, prompts)
+                run = configure(base, VARIANTS[name], rank)
+                run = replace(run, train=replace(run.train, seed=seed))
+                one_run(run, name, folder, prompts)
             (folder / "table.md").write_text(table(folder, names), encoding="utf-8")
 
 
@@ -163,11 +161,11 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
         "dflash": {},
         "dspark": {"markov_rank": rank // 2},
         "dspine": {"transfer_rank": rank, "message_size": rank // 2},
-        two_slots.METHOD.name: {"transfer_rank": rank, "message_size": rank // 2},
         "dflash2": {"selector_rank": rank // 2},
         "domino": {"gru_hidden_dim": 2 * rank, "emb_dim": rank // 2},
     }
-    slots = {
+    own = {
+        **variant.drafter,
         "first_slot": variant.first_slot,
         "block_size": base.drafter["block_size"] - 1 + variant.first_slot,
     }
@@ -175,7 +173,7 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
         base,
         method=variant.method,
         loss=changed(objective_named(variant.method).loss, MIX | variant.loss),
-        drafter=base.drafter | HEADS[variant.method] | sizes[variant.method] | slots,
+        drafter=base.drafter | HEADS[variant.method] | sizes[variant.method] | own,
         bidirectional=variant.bidirectional,
     )
 

@@ -224,6 +224,8 @@ def test_codes_are_folded_with_their_gates_for_kernels_only(demo: tuple[nn.Modul
     assert "transfer_codes" not in fused.network
     one, two = (d.network.code_rows(tokens).take() for d in (plain, fused))
     np.testing.assert_allclose(np.array(one), np.array(two), atol=2e-3)
+    earlier = random_drafter(demo[0], active(), injection_reach=2).network
+    assert {"folded_codes", "transfer_codes"} <= earlier.keys()  # its anchor has gates of its own
 
 
 @pytest.mark.parametrize(("kind", "launched"), [("vanilla", 1), ("gated", None)])

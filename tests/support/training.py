@@ -118,10 +118,13 @@ class NumpyLoss:
         after = []
         for i in range(c["num_hidden_layers"]):
             u = reference.draft_layer(w, c, i, h, ctx)
+            replaced = true and i < min(self.loss.replacement_layers, c["num_hidden_layers"] - 1)
+            if "earlier.bias" in w:
+                sent = known if replaced else direction(w, u[1:], i)
+                before = np.concatenate([0 * known[:1], known[:1], sent[1 if replaced else 0 :]])
+                u = np.concatenate([u[:1], inject_earlier(w, u[1:], i, before[:M])])
             z = direction(w, u[1:], i)
-            previous = np.concatenate([known[:1], z[:-1]])
-            if true and i < min(self.loss.replacement_layers, c["num_hidden_layers"] - 1):
-                previous = known
+            previous = known if replaced else np.concatenate([known[:1], z[:-1]])
             written = inject(w, u[1:], i, previous) if self.loss.injection else u[1:]
             after.append(written)
             h = np.concatenate([u[:1], written])
@@ -203,6 +206,16 @@ def softmax(x: np.ndarray) -> np.ndarray:
 def direction(w: Weights, u: np.ndarray, layer: int) -> np.ndarray:
     y = u @ w[f"injection.readouts.{layer}.weight"].T
     return np.sqrt(y.shape[-1]) * y / np.linalg.norm(y, axis=-1, keepdims=True)
+
+
+def inject_earlier(w: Weights, u: np.ndarray, layer: int, before: np.ndarray) -> np.ndarray:
+    names = ("receiver_gate", "predecessor_gate", "message")
+    gates = zip(names, np.split(w["earlier.gates.weight"], 3), strict=True)
+    own = {f"injection.{name}.weight": gate for name, gate in gates}
+    own["injection.bias"] = w["earlier.bias"]
+    own[f"injection.writes.{layer}.weight"] = w[f"earlier.writes.{layer}.weight"]
+    own[f"injection.readouts.{layer}.weight"] = w[f"injection.readouts.{layer}.weight"]
+    return inject(own, u, layer, before)
 
 
 def inject(w: Weights, u: np.ndarray, layer: int, previous: np.ndarray) -> np.ndarray:

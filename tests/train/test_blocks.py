@@ -1,19 +1,17 @@
 """The training forward against one block at a time through the drafters' own forward."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from dspine_mlx.drafters import METHODS, registered
+from dspine_mlx.drafters import METHODS
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.blocks import Batch
 from dspine_mlx.train.config import LossConfig
 from dspine_mlx.train.step import forward
-from recipes.two_slots import METHOD
 from tests.support.checkpoints import Shape, tiny_target
 from tests.support.tiny import randomise
 from tests.support.training import SHAPE, random_batch
@@ -44,6 +42,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Domino": ("domino", PREFIX),
     "Domino, not shifted": ("domino", PREFIX | {"shift_label": False}),
     "DSpine": ("dspine", {"transfer_rank": 12, "message_size": 6}),
+    "DSpine, from two slots back": (
+        "dspine",
+        {"transfer_rank": 12, "message_size": 6, "layers": 3, "injection_reach": 2},
+    ),
     "DSpine, three layers": ("dspine", {"transfer_rank": 12, "message_size": 6, "layers": 3}),
 }
 
@@ -89,10 +91,7 @@ def one_block(drafter: Drafter, batch: Batch, s: int, a: int) -> mx.array:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_equals_one_block_at_a_time(variant: str) -> None:
     method, changes = VARIANTS[variant]
-    forward_equals_one_block_at_a_time(build(method, dict(changes)))
-
-
-def forward_equals_one_block_at_a_time(drafter: Drafter) -> None:
+    drafter = build(method, dict(changes))
     batch = random_batch(SHAPE, drafter.config.num_proposals, n=20, anchors=5)
     states = forward(drafter, batch, PLAIN).base
     for s in range(2):
@@ -101,25 +100,11 @@ def forward_equals_one_block_at_a_time(drafter: Drafter) -> None:
             assert mx.allclose(states[s, a], wanted, rtol=1e-4, atol=1e-5).item()
 
 
-@pytest.fixture
-def two_slots_back() -> Iterator[str]:
-    with registered(METHOD):
-        yield METHOD.name
-
-
-@pytest.mark.parametrize("layers", [2, 3])
-def test_a_slot_receives_from_two_back_as_one_block_at_a_time(
-    two_slots_back: str, layers: int
-) -> None:
-    drafter = build(two_slots_back, {"transfer_rank": 12, "message_size": 6, "layers": layers})
-    forward_equals_one_block_at_a_time(drafter)
-
-
-@pytest.mark.parametrize("method", ["dspine", METHOD.name])
-@pytest.mark.usefixtures("two_slots_back")
-def test_refined_states_are_the_transition_table(method: str) -> None:
+@pytest.mark.parametrize("reach", [1, 2])
+def test_refined_states_are_the_transition_table(reach: int) -> None:
     """With the true predecessor among the candidates, its row is what the refined state scores."""
-    drafter = build(method, {"transfer_rank": 12, "message_size": 6, "top_k": SHAPE.V})
+    sizes = {"transfer_rank": 12, "message_size": 6, "injection_reach": reach}
+    drafter = build("dspine", sizes | {"top_k": SHAPE.V})
     batch = random_batch(SHAPE, drafter.config.num_proposals, n=20)
     states = forward(drafter, batch, PLAIN)
     for s in range(2):

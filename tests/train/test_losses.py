@@ -61,6 +61,7 @@ GROUPS = {
     "readouts": ("injection.readouts.",),
     "writes": ("injection.writes.",),
     "gates": ("injection.message.", "_gate.", "injection.bias"),
+    "from two slots back": ("earlier.",),
     "markov": ("markov_head.",),
     "confidence": ("confidence_head.",),
     "ends": ("embed_tokens.", "lm_head."),
@@ -141,6 +142,12 @@ def check(checkpoint: Checkpoint, loss: LossConfig, alpha: float, beta: float) -
 @pytest.mark.parametrize("term", TERMS)
 def test_dspine_equals_numpy(term: str) -> None:
     check(dspine_specforge(SHAPE), *TERMS[term])
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_dspine_from_two_slots_back_equals_numpy(layers: int) -> None:
+    loss = LossConfig(replacement_layers=layers)
+    check(dspine_specforge(replace(SHAPE, reach=2)), loss, 0.1, 0.5)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])

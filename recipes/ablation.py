@@ -84,9 +84,7 @@ VARIANTS = {
     "DSpine, losses as published": Variant(loss=PUBLISHED | ALIGN),
     "DSpine, losses: CE down to .5": Variant(loss=HALF | ALIGN),
     "DSpine, expected length": Variant(loss=ALIGN | LENGTH),
-    "DSpine, expected length, weight .4": Variant(loss=ALIGN | LENGTH | {"length_weight": 0.4}),
     "DSpine, expected length, greedy": Variant(loss=ALIGN | LENGTH | {"length_greedy": 1.0}),
-    "DSpine, expected length, T = 1": Variant(loss=ALIGN | LENGTH | {"length_greedy": 0.0}),
     "DSpine, two slots back": Variant(loss=ALIGN, drafter={"injection_reach": 2}),
     "DFlash2": Variant("dflash2"),
     "DFlash2, losses: CE alone": Variant("dflash2", {"ce_weight": 1.0}),
@@ -95,6 +93,7 @@ VARIANTS = {
 }
 TABLE = [*list(VARIANTS)[:7], "DFlash2", "Domino"]
 MIXES = [n for m in TABLE[:3] for n in VARIANTS if n == m or n.startswith(f"{m}, losses")]
+BEYOND = ["DSpine", *(n for n in VARIANTS if "two slots" in n or "length" in n), *TABLE[-2:]]
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},
@@ -233,9 +232,9 @@ def results(folder: Path) -> list[dict[str, Any]]:
 def table(folder: Path, names: list[str]) -> str:
     """Make the table of variants in Markdown, from the results so far."""
     lines = [
-        "| | seeds | greedy | T = 1 | greedy, against DSpine | prompt lookup: greedy, T = 1 | "
-        "CPU minutes per run |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| | seeds | greedy | T = 1 | greedy, against DSpine | T = 1, against DSpine | "
+        "prompt lookup: greedy, T = 1 | CPU minutes per run |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     records = results(folder)
     for name in names:
@@ -246,7 +245,8 @@ def table(folder: Path, names: list[str]) -> str:
         for kind in TEMPERATURES:
             texts = [Decoded([], [], *pair) for row in rows for pair in row[kind]]
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*acceptance(texts)))
-        cells.append(against(rows, [r for r in records if r["name"] == "DSpine"]))
+        dspine = [r for r in records if r["name"] == "DSpine"]
+        cells += [against(rows, dspine, kind) for kind in TEMPERATURES]
         lookup = ", ".join(f"{rows[0][f'{kind}_lookup']:.2f}" for kind in TEMPERATURES)
         seconds = [r["processor_seconds"] for r in rows if r["processor_seconds"] is not None]
         minutes = f"{np.mean(seconds) / 60:.1f}" if seconds else "not measured"
@@ -255,14 +255,14 @@ def table(folder: Path, names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def against(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
-    """Compare the greedy acceptance length with the others', over common seeds, with a 95 %
-    interval from a bootstrap over the same prompts for both."""
+def against(rows: list[dict[str, Any]], others: list[dict[str, Any]], kind: str) -> str:
+    """Compare the acceptance length with the others', over common seeds, with a 95 % interval from
+    a bootstrap over the same prompts for both; kind: of TEMPERATURES."""
     seeds = sorted({r["seed"] for r in rows} & {r["seed"] for r in others})
     if not seeds or rows[0]["name"] == others[0]["name"]:
         return ""
     counts = np.array(  # [2, seeds, prompts, accepted and rounds]
-        [[r["greedy"] for s in seeds for r in part if r["seed"] == s] for part in (rows, others)]
+        [[r[kind] for s in seeds for r in part if r["seed"] == s] for part in (rows, others)]
     )
     prompts = counts.shape[2]
     picks = np.random.default_rng(0).integers(0, prompts, (2000, prompts))

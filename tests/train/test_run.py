@@ -58,8 +58,8 @@ def test_a_finished_run_gives_its_drafter_again(
     accepted = iter([2.0, 1.5])  # of steps 2 and 4
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", lambda *_: {"held_out_greedy": next(accepted)})
-        own = {"drafter.injection_reach": 1}  # as published
-        assert start(folder, target, data, "--dtype", "float32", **own).exit_code == 0
+        own = ("--dtype", "float32")
+        assert start(folder, target, data, *own, drafter__injection_reach=1).exit_code == 0
     best, config = weights(folder), (folder / "drafter" / "config.json").read_text()
     last = build(Run.read(folder), folder).trainer.drafter
     assert not mx.array_equal(best["fc.weight"], last.network.fc.weight)
@@ -114,7 +114,7 @@ def test_ctrl_c_saves_and_resume_ends_where_an_uninterrupted_run_does(
 
 
 def test_both_layouts_hold_the_same_drafter(tmp_path: Path, target: Path, data: Path) -> None:
-    start(tmp_path / "mlx", target, data, **{"drafter.injection_reach": 1})
+    start(tmp_path / "mlx", target, data, drafter__injection_reach=1)
     start(tmp_path / "hf", target, data, "--export", "hf")
     published = weights(tmp_path / "hf")
     injection = {n.removeprefix("injection.") for n in published if n.startswith("injection.")}

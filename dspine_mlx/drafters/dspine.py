@@ -16,7 +16,12 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, Caches, DFlash
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.drafters.injection import EarlierInjection, Injection
+from dspine_mlx.drafters.injection import (
+    EarlierInjection,
+    Injection,
+    one_chain,
+    two_chains,
+)
 from dspine_mlx.drafters.method import Config, Layout, Method, Names, Shapes
 from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.drafters.proposals import Proposals, flat
@@ -87,17 +92,27 @@ class DSpine(DFlash):
         rows = mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
         return Lookup(rows, self.injection.from_codes(self.transfer_codes(tokens.reshape(-1))))
 
-    def receive_earlier(self, layer: int, block: mx.array, anchor: mx.array) -> mx.array:
-        """A layer's output [..., L, d] after the injection from two slots back, if there is one.
+    def earlier_codes(self, anchor: mx.array) -> mx.array:
+        """[G2_p; A2] sqrt(r) z of what slots 1 and 2 receive from two back: nothing, and the anchor
+        [..., 1]'s code. [2, 2a], or [2B, 2a]."""
+        code = self.earlier.from_codes(self.transfer_codes(anchor))
+        both = mx.concatenate([mx.zeros_like(code), code], axis=-2)
+        return both.reshape(-1, both.shape[-1])
 
-        anchor: its token [..., 1].
+    def inject_earlier(
+        self, layer: int, block: mx.array, codes: mx.array, kernels: Kernels = OFF
+    ) -> mx.array:
+        """Inject from two slots back into a layer's output [..., L, d].
+
+        Slots 1, 3, 5, ... and 2, 4, 6, ... are two chains, in which each slot receives from the one
+        before. codes: from `earlier_codes`.
         """
-        if "earlier" not in self:
-            return block
-        known = self.earlier.from_codes(self.transfer_codes(anchor))
+        earlier, norm = self.earlier, self.next_norm(layer)
         u = block[..., 1:, :]
-        v = self.earlier.receive(layer, u, self.injection.readouts[layer](u), known)
-        return mx.concatenate([block[..., :1, :], v], axis=-2)
+        y = self.injection.readouts[layer](two_chains(u))
+        message, _ = gated_message(y, earlier.gates(y), codes, earlier.bias, kernels)
+        write = one_chain(earlier.writes[layer](message), u.shape)
+        return residual_write(block, write, norm.weight, norm.eps, kernels)[0]
 
     def inject(
         self, layer: int, block: mx.array, anchor: mx.array, kernels: Kernels = OFF
@@ -131,10 +146,13 @@ class DSpine(DFlash):
         h, context = self.embed_block(anchor, target, slots), self.context(features)
         normed = self.layers[0].input_layernorm(h)
         code = self.code_rows(anchor[:, 0] if several else anchor).take()
+        if "earlier" in self:
+            earlier = self.earlier_codes(anchor if several else anchor[None])
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
             block = layer(h, normed, context, c)
             block = block if several else block[0]
-            block = self.receive_earlier(i, block, anchor if several else anchor[None])
+            if "earlier" in self:
+                block = self.inject_earlier(i, block, earlier, kernels)
             h, normed, receiver = self.inject(i, block, code, kernels)
             h, normed = (h, normed) if several else (h[None], normed[None])
         states = normed if several else normed[0]

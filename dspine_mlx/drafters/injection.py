@@ -54,8 +54,8 @@ class EarlierInjection(Messages):
     ) -> mx.array:
         """Compute v of the slots' states u [..., M, d], with y = R_l u [..., M, r].
 
-        known [..., 1, 2a]: the anchor, by `from_codes`; with `replaced` [...], all M slots'
-        predecessors, which blocks marked there receive in place of predictions (training).
+        For training, many blocks at once. known [..., M, 2a]: all slots' predecessors, by
+        `from_codes`, which blocks marked in `replaced` [...] receive in place of predictions.
         """
         size = self.bias.shape[0]
         products = self.gates(unit(y))
@@ -66,6 +66,23 @@ class EarlierInjection(Messages):
         previous = mx.concatenate([mx.zeros_like(first), first, predicted], axis=-2)
         previous = previous[..., : u.shape[-2], :]  # a block of one slot has no second
         return inject(u, products[..., :size] + self.bias, previous, self.writes[layer])
+
+
+def two_chains(u: mx.array) -> mx.array:
+    """The slots' states [M, d], or [B, M, d], as slots 1, 3, 5, ... and slots 2, 4, 6, ... of each
+    text: [2, n, d], or [2B, n, d]; if M is odd the second ends with zeros."""
+    slots, size = u.shape[-2:]
+    if slots % 2:
+        u = mx.concatenate([u, mx.zeros_like(u[..., :1, :])], axis=-2)
+    pairs = u.reshape(-1, (slots + 1) // 2, 2, size)
+    return pairs.swapaxes(1, 2).reshape(-1, pairs.shape[1], size)
+
+
+def one_chain(chains: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """The inverse of `two_chains`; shape: of its input."""
+    n, size = chains.shape[1:]
+    slots = chains.reshape(-1, 2, n, size).swapaxes(1, 2).reshape(-1, 2 * n, size)
+    return slots[:, : shape[-2]].reshape(shape)
 
 
 def inject(u: mx.array, receiver: mx.array, previous: mx.array, write: nn.Linear) -> mx.array:

@@ -87,13 +87,15 @@ VARIANTS = {
     "DSpine, expected length, greedy": Variant(loss=ALIGN | LENGTH | {"length_greedy": 1.0}),
     "DSpine, two slots back": Variant(loss=ALIGN, drafter={"injection_reach": 2}),
     "DFlash2": Variant("dflash2"),
+    "DFlash2, no slot before": Variant("dflash2", drafter={"conv_kernel_size": 1}),
     "DFlash2, losses: CE alone": Variant("dflash2", {"ce_weight": 1.0}),
     "Domino": Variant("domino"),
     "Domino, losses: CE alone": Variant("domino", {"ce_weight": 1.0}),
 }
 TABLE = [*list(VARIANTS)[:7], "DFlash2", "Domino"]
 MIXES = [n for m in TABLE[:3] for n in VARIANTS if n == m or n.startswith(f"{m}, losses")]
-BEYOND = ["DSpine", *(n for n in VARIANTS if "two slots" in n or "length" in n), *TABLE[-2:]]
+BEYOND = ["DSpine", *(n for n in VARIANTS if "two slots" in n or "length" in n)]
+BEYOND += ["DFlash2", "DFlash2, no slot before", "Domino"]
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},

@@ -163,8 +163,8 @@ def length_loss(weights: mx.array, rows: LossRows, config: LossConfig) -> mx.arr
     sum over v of min(p_s(v), q_s(v)); greedily it would be 0 or 1, and q_s of the target's best
     token takes its place, which has a gradient. E[L] is taken of both and mixed by `length_greedy`.
     The chances follow the text's own tokens, so at temperature 1 E[L] is exact where they do not
-    depend on which tokens were accepted. A slot thus weighs as much as the accepted tokens that
-    hang on it, and those after a likely rejection count little. Arrays of rows: [S, A, M].
+    depend on which tokens were accepted. A slot thus counts for all later ones that need it, and
+    little after a likely rejection. Arrays of rows: [S, A, M].
     """
     parts = (config.length_greedy, rows.chance), (1 - config.length_greedy, rows.overlap)
     length = sum(share * survival(weights, chances).sum() for share, chances in parts)

@@ -181,15 +181,15 @@ class BatchCosts:
         return any(n <= 2 * texts <= 4 * n for n in timed)
 
     def learn_plain(self, texts: int, seconds: float, depth: int) -> None:
-        self.of(texts)[0].observe_plain(seconds, depth)
+        self.of(texts)[0].observe("plain", seconds, depth)
 
     def learn_verify(self, texts: int, width: int, seconds: float, depth: int) -> None:
-        self.of(texts)[0].observe("verify", width, seconds, depth)
+        self.of(texts)[0].observe("verify", seconds, depth, width)
 
     def learn_draft(self, texts: int, slots: int, seconds: float, depth: int) -> None:
         """Of a draft for so many texts."""
         self.newest = texts
-        self.of(texts)[1].observe("verify", slots + 1, seconds, depth)
+        self.of(texts)[1].observe("verify", seconds, depth, slots + 1)
 
     @property
     def disturbed(self) -> bool:

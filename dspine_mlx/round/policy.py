@@ -1,6 +1,6 @@
 """What generation asks of a policy and tells it, and the simplest one: a fixed length."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.arguments import INT32
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
@@ -74,7 +74,8 @@ class Policy(Protocol):
 
 @dataclass
 class Fixed(Policy):
-    """Always the same length; 0 is plain decoding."""
+    """Always the same length; 0 is plain decoding. With `copies` every copy is offered; parked, it
+    offers nothing else."""
 
     tokens: int
     parked: bool = False
@@ -82,7 +83,7 @@ class Fixed(Policy):
     copies: CopyChances | None = None
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
-        self.parked = self.tokens == 0
+        self.parked |= self.tokens == 0
 
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         return len(copy.tokens) > running
@@ -93,23 +94,11 @@ class Fixed(Policy):
         return None, min(self.tokens, limit, len(draft.tokens))
 
 
-@dataclass
-class FixedCopies(Fixed):
-    """Without a drafter: copies of the same length wherever there is one, else plain decoding."""
-
-    copies: CopyChances | None = field(default_factory=CopyChances)
-
-    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
-        self.parked, self.tokens = True, min(self.tokens, COPIED)
-
-
 def check_verify_length(value: Any) -> None:
     """`InputError` unless it is "auto", an int from 0 on, or a policy."""
-    if isinstance(value, str) and value == "auto":
-        return
-    if isinstance(value, Policy) and not isinstance(value, type):
-        return
-    if type(value) is not int or not 0 <= value <= INT32:
+    policy = isinstance(value, Policy) and not isinstance(value, type)
+    auto = isinstance(value, str) and value == "auto"
+    if not (policy or auto or (type(value) is int and 0 <= value <= INT32)):
         raise InputError(
             f"verify_length is {value!r}; it must be 'auto', a policy, or an int from 0 on"
         )

@@ -212,11 +212,11 @@ def test_a_rank_has_rank_0s_verdicts(target: Target, track: Track, tmp_path: Pat
 
 
 @pytest.mark.parametrize("bits", [None, 4], ids=["dense", "4-bit"])
-@pytest.mark.parametrize("way", ["all-to-sharded", "sharded-to-all"])
-def test_layers_split_by_tensors(track: Track, bits: int | None, way: str) -> None:
+@pytest.mark.parametrize("split", ["all-to-sharded", "sharded-to-all"])
+def test_layers_split_by_tensors(track: Track, bits: int | None, split: str) -> None:
     target = Target(build("qwen2", bits))
     attention = target.layers[0].self_attn
-    attention.q_proj = shard_linear(attention.q_proj, way, group=mx.distributed.init())
+    attention.q_proj = shard_linear(attention.q_proj, split, group=mx.distributed.init())
     layer, x = attention.q_proj, mx.random.normal((1, WIDTH, 64))
     assert "bias" in layer
     assert any(one is layer for one in linear_layers(target))

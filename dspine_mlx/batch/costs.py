@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dspine_mlx.cache_folder import restored
 from dspine_mlx.verify_length.costs import Costs, Curve
 
 STRIDE = 64  # positions within which a draft is taken to cost the same
@@ -36,7 +37,7 @@ class BatchCurve:
     def from_dict(cls, data: dict[str, Any]) -> "BatchCurve":
         """Read from JSON; ValueError, KeyError or TypeError when it is none."""
         shares = tuple(map(float, data["shares"]))
-        return cls(int(data["texts"]), Curve.from_dict(data["curve"]), shares)
+        return cls(int(data["texts"]), restored(Curve, data["curve"]), shares)
 
 
 class Steps(NamedTuple):

@@ -60,6 +60,9 @@ class Auto(Policy):
         self.newest: Round | None = None  # until it has been learnt from
         self.rounds_left = MEMORY  # before plain decoding is timed again
         self.parked, self.check = False, 0  # check: plain tokens left of one
+        self.probe: Probe | None = None
+        # Clocks at the last token and when a draft was asked for, and how long tokens waited for it.
+        self.last = self.asked = self.waited = 0.0
         self.take_text(Statistics(), None)
 
     def take_text(self, statistics: Statistics, sampler: Sampler | None) -> None:
@@ -228,7 +231,7 @@ class Auto(Policy):
         self.statistics.probes += 1
 
     def forget_probe(self) -> None:
-        self.probe: Probe | None = None
+        self.probe = None
         self.last, self.late = 0.0, 0  # clock at the last token; tokens that wait for the draft
 
     def compare(self, probe: Probe, token: int, logprobs: mx.array, depth: int) -> None:

@@ -14,7 +14,6 @@ rejected most.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
@@ -35,14 +34,6 @@ class Calibration:
     ece_before: float | None = None  # mean over the slots, on held-out prompts
     ece_after: float | None = None
     slopes: tuple[float, ...] = ()  # s; empty: 1 / T
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Calibration":
-        """Read from JSON; ValueError, KeyError or TypeError when it is not a calibration."""
-        T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
-        errors = [data[name] for name in ("ece_before", "ece_after")]
-        before, after = (None if error is None else float(error) for error in errors)
-        return cls(T, b, int(data["rounds"]), before, after, s)
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)

@@ -8,7 +8,6 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -39,15 +38,6 @@ class Curve:
             raise ValueError("verify must name as many widths at both depths, at least 2")
         if not all(math.isfinite(s) and s > 0 for s in seconds) or self.depths[0] >= self.depths[1]:
             raise ValueError("seconds must be above 0 and depths ascending")
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Curve":
-        """Read from JSON; ValueError, KeyError or TypeError when it is not a curve."""
-        pairs = [tuple(map(float, data[name])) for name in ("plain", "draft")]
-        low, high = (tuple(map(float, rows)) for rows in data["verify"])
-        shallow, deep = map(int, data["depths"])
-        (p, q), (d, e) = pairs
-        return cls((shallow, deep), (p, q), (d, e), (low, high), bool(data["measured"]))
 
     def at(self, depth: int) -> list[float]:
         """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""

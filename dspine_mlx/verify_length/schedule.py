@@ -14,17 +14,12 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.round.lookup import COPIED, CopyChances
 from dspine_mlx.round.policy import Fixed, Policy
 from dspine_mlx.verify_length import profile as profiling
+from dspine_mlx.verify_length import store
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.readings import use_reading
-from dspine_mlx.verify_length.store import (
-    load_calibrations,
-    load_reading,
-    read_costs,
-    write_costs,
-)
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
@@ -74,12 +69,12 @@ def prepare(
     calibration: a file that `dspine-mlx calibrate` wrote; None: the pair's own, if there is one.
     explain: called with a line for every round and probe.
     """
-    calibrations = load_calibrations(drafter, calibration)
+    calibrations = store.load_calibrations(drafter, calibration)
     if calibration is not None:
-        use_reading(drafter, load_reading(drafter, calibration))
+        use_reading(drafter, store.load_reading(drafter, calibration))
     curve, budgets = pair_costs(drafter) if profile else (profiling.guess(drafter), {})
     right = profile and not curve.contradiction()
-    keep = partial(write_costs, drafter) if right else None
+    keep = partial(store.write_costs, drafter) if right else None
     schedule = drafter.schedule = Schedule(Costs(curve), calibrations, explain, budgets, keep)
     return schedule
 
@@ -89,7 +84,7 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget]]:
 
     Costs that contradict themselves are measured once more, and not kept if they still do.
     """
-    curve, budgets, misfit = read_costs(drafter)
+    curve, budgets, misfit = store.read_costs(drafter)
     drafter.misfit = misfit or drafter.misfit
     if curve is not None:
         return curve, budgets
@@ -99,7 +94,7 @@ def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget]]:
     if curve.contradiction():
         log.warning("the measured costs are not kept: %s", curve.contradiction())
     else:
-        write_costs(drafter, curve, {})
+        store.write_costs(drafter, curve, {})
     return curve, {}
 
 

@@ -61,7 +61,7 @@ class Auto(Policy):
         self.rounds_left = MEMORY  # before plain decoding is timed again
         self.parked, self.check = False, 0  # check: plain tokens left of one
         self.probe: Probe | None = None
-        # Clocks at the last token and when a draft was asked for, and how long tokens waited for it.
+        # Clocks at the last token, and when a draft was asked for; how long tokens waited for it.
         self.last = self.asked = self.waited = 0.0
         self.take_text(Statistics(), None)
 

@@ -73,8 +73,7 @@ def prepare(
     if calibration is not None:
         use_reading(drafter, store.load_reading(drafter, calibration))
     curve, budgets = pair_costs(drafter) if profile else (profiling.guess(drafter), {})
-    right = profile and not curve.contradiction()
-    keep = partial(store.write_costs, drafter) if right else None
+    keep = partial(store.write_costs, drafter) if profile and not curve.contradiction() else None
     schedule = drafter.schedule = Schedule(Costs(curve), calibrations, explain, budgets, keep)
     return schedule
 

@@ -19,11 +19,11 @@ from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.budget import SHARE, Budget
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.chances import expected_tokens
+from dspine_mlx.verify_length.constant_length import ConstantLength
 from dspine_mlx.verify_length.copying import Copying
 from dspine_mlx.verify_length.costs import Costs
 from dspine_mlx.verify_length.explain import Account
 from dspine_mlx.verify_length.forecast import MEMORY, Forecast
-from dspine_mlx.verify_length.reading import Reading
 from dspine_mlx.verify_length.records import Evidence, Probe, Round
 
 CHECK = 3  # plain tokens decoded while drafting, to time them; MEMORY rounds apart at least
@@ -55,7 +55,7 @@ class Auto(Policy):
         self.costs, self.forecast = costs, Forecast(costs, calibration)
         self.chances, self.budget = self.forecast.chances, budget or Budget()
         self.explain, self.clock, self.text_over = explain, clock, text_over
-        self.reading, self.copying = Reading(self.forecast.slots), Copying(self.forecast)
+        self.constant, self.copying = ConstantLength(self.forecast.slots), Copying(self.forecast)
         self.copies = self.copying.chances
         self.newest: Round | None = None  # until it has been learnt from
         self.rounds_left = MEMORY  # before plain decoding is timed again
@@ -72,7 +72,7 @@ class Auto(Policy):
 
     @property
     def needs_evidence(self) -> bool:
-        return self.parked or self.reading.due or self.copying.contest is not None
+        return self.parked or self.constant.reading_due or self.copying.contest is not None
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
@@ -116,9 +116,9 @@ class Auto(Policy):
 
     def drafted(self, draft: Draft, lookup: Lookup | None, limit: int, depth: int) -> Round:
         """The best round with the draft, whose evidence is read if it comes with any."""
-        self.reading.rounds += 1
+        self.constant.rounds += 1
         if draft.evidence is None:
-            return Round(depth, chosen=self.reading.constant)
+            return Round(depth, chosen=self.constant.length)
         known, count = Evidence.of(draft, self.chances.calibration), len(draft.tokens)
         if lookup is not None:
             greedy = self.chances.of(known.greedy)
@@ -177,8 +177,8 @@ class Auto(Policy):
             self.costs.observe("draft", this.drafting, this.depth)
         if this.copy is not None:
             self.copying.offered.round_over()
-        elif len(this.values) == len(self.reading.values):
-            self.reading.round_over(this.values, this.chosen)
+        elif len(this.values) == len(self.constant.values):
+            self.constant.round_over(this.values, this.chosen)
 
     # ---- plain tokens, some of them timed
 

@@ -3,7 +3,8 @@
     python -m tests.bench.verify_attention
 
 PREDICTIONS, not measurements, by the rules of tests.bench.verify_rows: the longer of the bytes and
-the lane operations, counted per element of the keys and values in the kernels' inner loops.
+the lane operations, counted per element of the keys and values in the kernels' inner loops, but for
+what is FITTED.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from tests.bench.verify_rows import BEFORE_M3, MATRIX, SHOWN, STOCK_MATRIX, STOC
 
 KEYS, ROWS = 8192, (2, 4, 8, 16)
 STAGED = 2.0  # a load from threadgroup memory and a conversion: per element and tile of 8 rows
-VECTOR = 25.0  # of a lane, per key, row and head: a sum over lanes, two exponentials, the maximum
+VECTOR = 25.0  # FITTED: of a lane, per key, row and head; 4 and 8 rows reported for an M4 Pro
 FULL_ROWS = 32  # of a tile of MLX's matrix kernels, however few are asked for
 
 

@@ -1,13 +1,17 @@
-"""Faults planted in the kernels of rows that attend together: the checker or float64 finds each."""
+"""Faults planted in the kernels of rows that attend together: the checker reports them, or float64
+and the race show them."""
 
 import mlx.core as mx
 import pytest
 
 from dspine_mlx.metal import attention
-from dspine_mlx.metal.attention import ROWS_ATTENTION, ROWS_MERGE
+from dspine_mlx.metal.attention import ROWS_ATTENTION, ROWS_MERGE, Attended, Parts
+from dspine_mlx.target.products import STOCK, name
+from dspine_mlx.target.race import Race
 from tests.msl import Emulator, KernelError
-from tests.support.attention import SMALL, assert_exact, case, launch, window_mask
+from tests.support.attention import SMALL, assert_exact, case, devices, launch, window_mask
 from tests.support.metal_device import needs_emulator
+from tests.support.racing import M2
 
 pytestmark = pytest.mark.slow
 
@@ -57,13 +61,29 @@ def spoiled(found: str, replacement: str) -> Emulator:
     return Emulator(definition | {part: definition[part].replace(found, replacement)})
 
 
+def assert_found(q: mx.array, context: Attended, cut: Parts, device: Emulator) -> None:
+    """By the race, and beside float64."""
+    with pytest.raises(AssertionError):
+        assert_exact(launch(q, context, cut, check=False, first=device), q, context)
+    with devices(device):
+        right, rejected = Race("auto", M2).check([STOCK, cut], q, [context])
+    assert set(right) == {STOCK}
+    assert rejected[0].startswith(f"{name(cut)}: error ")
+
+
+@needs_emulator
+@pytest.mark.parametrize("packing", [(0, 0), (4, 32)])
+def test_without_a_fault_nothing_is_found(packing: tuple[int, int]) -> None:
+    q, context, cut = case(L=3, S=40, packing=packing)
+    with devices():
+        right, _ = Race("auto", M2).check([STOCK, cut], q, [context])
+    assert set(right) == {STOCK, cut}
+
+
 @needs_emulator
 @pytest.mark.parametrize("fault", IN_HEADER)
 def test_a_fault_in_unpacking_shows(fault: str) -> None:
-    q, context, cut = case(L=3, S=40, packing=(5, 32))
-    out = launch(q, context, cut, check=False, first=spoiled(*IN_HEADER[fault]))
-    with pytest.raises(AssertionError):
-        assert_exact(out, q, context)
+    assert_found(*case(L=3, S=40, packing=(4, 32)), spoiled(*IN_HEADER[fault]))
 
 
 @needs_emulator
@@ -72,9 +92,7 @@ def test_a_planted_fault_shows(fault: str) -> None:
     q, context, cut = case(L=3, S=90, sizes=SMALL)
     if "mask" in fault:
         context = context._replace(mask=mx.where(window_mask(3, 90, 90), 0.5, -mx.inf) * 2)
-    out = launch(q, context, cut, check=False, first=spoiled(*FAULTS[fault]))
-    with pytest.raises(AssertionError):
-        assert_exact(out, q, context)
+    assert_found(q, context, cut, spoiled(*FAULTS[fault]))
 
 
 @needs_emulator
@@ -96,9 +114,7 @@ def test_a_fault_between_slices_shows(fault: str, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KernelError, match=report):
             launch(q, context, cut, first=spoiled(found, replacement))
         return
-    out = launch(q, context, cut, check=False, first=spoiled(found, replacement))
-    with pytest.raises(AssertionError):
-        assert_exact(out, q, context)
+    assert_found(q, context, cut, spoiled(found, replacement))
 
 
 @needs_emulator

@@ -1,5 +1,7 @@
 """Rows that attend to a cache, and what they get in float64."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -96,18 +98,24 @@ def case(dtype: mx.Dtype = mx.float32, B: int = 1, heads: int = 4, H: int = 2, L
     return queries(B, heads, L, sizes[0], dtype), context, Parts(parts)
 
 
+@contextmanager
+def devices(first: Emulator | None = None, second: Emulator | None = None) -> Iterator[None]:
+    """Both passes run in the emulator, as they are unless others are given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ROWS_ATTENTION, "function", first or emulator(ROWS_ATTENTION))
+        patch.setattr(ROWS_MERGE, "function", second or emulator(ROWS_MERGE))
+        yield
+
+
 def launch(q: mx.array, context: Attended, cut: Parts, order: int = 0, check: bool = True,
            first: Emulator | None = None, second: Emulator | None = None) -> mx.array:  # fmt: skip
     """Both passes, checked."""
     assert ROWS_ATTENTION.limits(q, context, cut) is None
     if METAL:
         return rows_attention(q, context, cut)
-    devices = first or emulator(ROWS_ATTENTION), second or emulator(ROWS_MERGE)
-    for device in devices:
+    for device in (first or emulator(ROWS_ATTENTION), second or emulator(ROWS_MERGE)):
         device.check, device.order = check, order
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ROWS_ATTENTION, "function", devices[0])
-        patch.setattr(ROWS_MERGE, "function", devices[1])
+    with devices(first, second):
         return rows_attention(q, context, cut)
 
 

@@ -1,7 +1,7 @@
 // Attention of L query rows to keys [B, H, S, D] and values [B, H, S, V], first pass: one part of the
-// keys. Rows of all heads that share a key head, head by head, make tiles of 8, SLICES simdgroups each:
-// a slice of the columns of its queries and values is what a simdgroup can hold. KEYS keys and values
-// at a time pass through threadgroup memory, unpacked once for all of them.
+// keys. Rows of all heads that share a key head, head by head, make tiles of 8. Each is made by SLICES
+// simdgroups, as one can't hold all columns of wide heads. KEYS keys and values at a time pass through
+// threadgroup memory, unpacked once for all of them.
 // MASK: 0 causal, 1 boolean, 2 added to the scores.
 // Writes values weighted by exp(score - top), top itself and the sum of weights.
 constexpr int KEY_RUNS = D / 8, VALUE_RUNS = V / 8, STEPS = KEYS / 8;
@@ -19,7 +19,8 @@ const int part = threadgroup_position_in_grid.z, parts = threadgroups_per_grid.z
 const uint tid = thread_index_in_threadgroup;
 const uint lane = thread_index_in_simdgroup, group = simdgroup_index_in_threadgroup;
 const uint2 place = matrix_place(lane);
-const int slice = group % SLICES, first_query = slice * QUERY_TILES, first_value = slice * VALUE_TILES;
+const int slice = group % SLICES;
+const int first_query = slice * QUERY_TILES, first_value = slice * VALUE_TILES;
 const uint tile = block * (simdgroups_per_threadgroup / SLICES) + group / SLICES;
 const int row = tile * 8 + place.x;
 const int known = min(row, rows - 1);  // beyond the last: computed, not stored

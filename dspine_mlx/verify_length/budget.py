@@ -31,7 +31,8 @@ class Budget:
         """Read from JSON; ValueError, KeyError or TypeError when it is not a budget."""
         balance, credit = float(data["balance"]), float(data["credit"])
         wait, since = int(data["wait"]), int(data["since"])
-        if not (0 <= balance <= CAP and 0 <= credit <= START and wait > 0 and since >= 0):
+        waits = FIRST_WAIT <= wait <= LAST_WAIT and since >= 0
+        if not (0 <= balance <= CAP and 0 <= credit <= START and waits):
             raise ValueError("a budget is out of range")
         return cls(balance, credit, wait, since)
 

@@ -22,6 +22,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 from dspine_mlx.round.sampler import Sampler
 
 LIMIT = 20.0  # log-odds beyond are certainty
+STEEPEST = 1e3  # what a file may state: far beyond what is ever fitted
 BANDS = (0.0, 0.5, 0.9)  # sampled modes: temperatures above 0, from 0.5 and from 0.9 on
 
 
@@ -42,6 +43,10 @@ class Calibration:
         T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
         errors = [data[name] for name in ("ece_before", "ece_after")]
         before, after = (None if error is None else float(error) for error in errors)
+        if not all(1 / STEEPEST <= t <= STEEPEST for t in T):
+            raise ValueError(f"temperatures must lie between {1 / STEEPEST} and {STEEPEST}")
+        if not all(abs(number) <= STEEPEST for number in (*b, *s)):
+            raise ValueError(f"biases and slopes must lie within {STEEPEST}")
         return cls(T, b, int(data["rounds"]), before, after, s)
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ ALIKE = 0.7  # correlation of the costs of neighbouring widths
 CHEAPER = 0.6  # a forward faster than this share of the time of one row fewer was disturbed
 APART = 2.5  # a plain token and a forward over one row differ by less than this factor
 MOST = 2.0  # factor by which one process changes what is on file
+SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step that a file may state
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Curve:
         low, high = (tuple(map(float, rows)) for rows in data["verify"])
         shallow, deep = map(int, data["depths"])
         (p, q), (d, e) = pairs
+        if not all(SHORTEST <= s <= LONGEST for s in (p, q, d, e, *low, *high)) or shallow < 0:
+            raise ValueError(f"a step takes {SHORTEST} to {LONGEST} seconds, at a depth from 0 on")
         return cls((shallow, deep), (p, q), (d, e), (low, high), bool(data["measured"]))
 
     def at(self, depth: int) -> list[float]:

@@ -77,8 +77,7 @@ def decode(
 
 def warn_of_misfit(text: Text) -> None:
     """Warn once per drafter if its texts accept far fewer tokens than any drafter that fits."""
-    statistics = text.statistics
-    said = text.drafter.misfit.text_over(statistics.accepted_histogram, statistics.verify_lengths)
+    said = text.drafter.misfit.text_over(text.statistics.own_drafts)
     if said is not None:
         log.warning(said)
 

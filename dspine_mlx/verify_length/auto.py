@@ -271,6 +271,8 @@ class Auto:
     def finish_probe(self, probe: Probe, depth: int) -> None:
         """Book what a round with the watched draft would have won."""
         sampled = self.sampler is not None
+        if not sampled:  # else a good draft is often another one than was drawn
+            self.statistics.own_drafts[probe.slot] += 1
         this = self.forecast.choose(probe.evidence, len(probe.tokens), depth, sampled)
         seconds = self.costs.round(this.chosen, depth)
         tokens = expected_tokens(this.chances[: this.chosen])

@@ -28,6 +28,7 @@ from dspine_mlx.server.options import Options, parse
 from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.provider import context_length
 from dspine_mlx.server.validation import parse_body
+from dspine_mlx.target.open import check_config
 
 # ---- flags and self-check
 
@@ -244,6 +245,24 @@ def test_a_call_travels_to_other_ranks_without_its_connection() -> None:
 )
 def test_context_lengths(config: dict[str, Any], limit: int | None) -> None:
     assert context_length(config) == limit
+
+
+ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+SCALING = st.dictionaries(
+    st.sampled_from(["factor", "original_max_position_embeddings", "type"]), ANYTHING
+)
+PLACES = ("max_position_embeddings", "rope_scaling", "rope_parameters")
+
+
+@given(st.dictionaries(st.sampled_from(PLACES), ANYTHING | SCALING), st.booleans())
+def test_a_config_that_passes_has_a_context_length(config: dict[str, Any], nested: bool) -> None:
+    """It is read when the former model has been given up."""
+    try:
+        check_config({"text_config": config} if nested else config)
+    except InputError:
+        return
+    limit = context_length(config)
+    assert limit is None or 1 <= limit < 1 << 80
 
 
 def test_a_model_without_limits_takes_any_prompt() -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.utils import _parse_size
 
 import dspine_mlx
 import dspine_mlx.server
@@ -57,13 +58,28 @@ def test_num_draft_tokens_means_the_verify_length() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--verify-length", "-1"], ["--speculate-up-to", "0"], ["--api-key", ""], ["--kernels", "no"]],
+    [
+        *(["--verify-length", "-1"], ["--speculate-up-to", "0"], ["--api-key", ""]),
+        *(["--kernels", "no"], ["--prompt-cache-bytes", "5KB"], ["--prompt-cache-bytes=-1"]),
+        *(["--prompt-cache-bytes", "x"], ["--prompt-cache-bytes", "1e3"]),
+    ],
 )
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(flags)
     assert stopped.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+    assert flags[0].partition("=")[0] in capsys.readouterr().err
+
+
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["", ".5", ".", ".25"]),
+    st.sampled_from(["", "M", "gb", " GB", "mb"]),
+)
+def test_sizes_are_read_as_mlx_lm_reads_them(number: int, fraction: str, unit: str) -> None:
+    text = f"{number}{fraction}{unit}"
+    assert parse(["--prompt-cache-bytes", text])[1] == ["--prompt-cache-bytes", text]
+    assert _parse_size(text) >= number
 
 
 @pytest.mark.parametrize("name", SEAMS)

@@ -6,6 +6,7 @@ equal rows in all: what a forward costs beside its attention depends on the rows
 included.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class BatchCurve:
     def __post_init__(self) -> None:
         if self.texts < 1 or len(self.shares) != len(self.curve.verify[0]) - 1:
             raise ValueError("there must be a text, and a share for each drafted token")
-        if not min(self.shares) > 0:
+        if not all(math.isfinite(share) and share > 0 for share in self.shares):
             raise ValueError("shares must be above 0")
 
     @classmethod

@@ -253,6 +253,8 @@ class Auto(Policy):
         """Book what a round with the watched draft would have won: the mean of expected and actual
         tokens, less its time."""
         sampled = self.sampler is not None
+        if not sampled:  # else a good draft is often another one than was drawn
+            self.statistics.own_drafts[probe.slot] += 1
         this = self.forecast.choose(probe.evidence, len(probe.tokens), depth, sampled)
         seconds = self.costs.round(this.chosen, depth)
         tokens = expected_tokens(this.chances[: this.chosen])

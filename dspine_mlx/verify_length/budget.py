@@ -26,8 +26,8 @@ class Budget:
     eager: bool = False  # whether the next probe waits for SHARE only
 
     def __post_init__(self) -> None:
-        in_range = 0 <= self.balance <= CAP and 0 <= self.credit <= START
-        if not (in_range and self.wait > 0 and self.since >= 0):
+        waits = FIRST_WAIT <= self.wait <= LAST_WAIT and self.since >= 0
+        if not (0 <= self.balance <= CAP and 0 <= self.credit <= START and waits):
             raise ValueError("a budget is out of range")
 
     @property

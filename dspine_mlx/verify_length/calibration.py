@@ -21,6 +21,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 from dspine_mlx.round.sampler import Sampler
 
 LIMIT = 20.0  # log-odds beyond are certainty
+STEEPEST = 1e3  # what a file may state: far beyond what is ever fitted
 BANDS = (0.0, 0.5, 0.9)  # sampled modes: temperatures above 0, from 0.5 and from 0.9 on
 
 
@@ -37,12 +38,14 @@ class Calibration:
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
-        if len(self.biases) != slots or not min(self.temperatures, default=1) > 0:
-            raise ValueError("temperatures must be above 0, with one bias for each")
+        if len(self.biases) != slots:
+            raise ValueError("there must be one bias for each temperature")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")
-        if not np.isfinite([*self.temperatures, *self.biases, *self.slopes]).all():
-            raise ValueError("temperatures, biases and slopes must be finite")
+        if not all(1 / STEEPEST <= t <= STEEPEST for t in self.temperatures):
+            raise ValueError(f"temperatures must lie between {1 / STEEPEST} and {STEEPEST}")
+        if not all(abs(number) <= STEEPEST for number in (*self.biases, *self.slopes)):
+            raise ValueError(f"biases and slopes must lie within {STEEPEST}")
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""

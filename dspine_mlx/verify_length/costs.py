@@ -20,6 +20,7 @@ ALIKE = 0.7  # correlation of the costs of neighbouring widths
 CHEAPER = 0.6  # a forward faster than this share of the time of one row fewer was disturbed
 APART = 2.5  # a plain token and a forward over one row differ by less than this factor
 MOST = 2.0  # factor by which one process changes what is on file
+SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step that a file may state
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Curve:
         seconds = [*self.plain, *self.draft, *self.verify[0], *self.verify[1]]
         if len(self.verify[0]) != len(self.verify[1]) or len(self.verify[0]) < 2:
             raise ValueError("verify must name as many widths at both depths, at least 2")
-        if not all(math.isfinite(s) and s > 0 for s in seconds) or self.depths[0] >= self.depths[1]:
-            raise ValueError("seconds must be above 0 and depths ascending")
+        if not all(SHORTEST <= s <= LONGEST for s in seconds):
+            raise ValueError(f"a step takes {SHORTEST} to {LONGEST} seconds")
+        if not 0 <= self.depths[0] < self.depths[1]:
+            raise ValueError("depths must ascend from 0 on")
 
     def at(self, depth: int) -> list[float]:
         """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""

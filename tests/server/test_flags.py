@@ -44,6 +44,8 @@ def test_ordinary_numbers_pass(right: dict[str, Any]) -> None:
         ({"prompt_cache_size": -1}, "--prompt-cache-size is -1"),
         ({"max_tokens": 1 << 40}, "--max-tokens is 1099511627776; it must be at most"),
         ({"kv_bits": 7}, "kv_bits is 7"),
+        ({"chat_template_args": [1]}, r"--chat-template-args is \[1\]; it must be a JSON object"),
+        ({"chat_template_args": None}, "--chat-template-args is None"),
     ],
 )
 def test_numbers_that_end_or_stall_generation_are_refused(

@@ -19,6 +19,8 @@ LIMITS = dict.fromkeys(
     "top_k": (1, 4096),
     "injection_reach": (1, 2),
     "rope_theta": (2, 1 << 50),
+    "rms_norm_eps": (1e-20, 1),
+    "first_slot": (0, 1),
 }
 
 

@@ -9,6 +9,9 @@ with T, b and s fitted per slot and serving mode; a prefix is accepted with the 
 chances. Below even odds a sampled draft has a slope of its own, which may be negative: where a name
 can be chosen freely, drafter and target are equally flat, so the least certain drafts are not those
 rejected most.
+
+A calibration also has the weights that decide between a draft and a copy of earlier text
+(`dspine_mlx.verify_length.contest`).
 """
 
 import math
@@ -20,6 +23,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.verify_length.contest import INDEPENDENT
 
 LIMIT = 20.0  # log-odds beyond are certainty
 BANDS = (0.0, 0.5, 0.9)  # sampled modes: temperatures above 0, from 0.5 and from 0.9 on
@@ -35,6 +39,7 @@ class Calibration:
     ece_before: float | None = None  # mean over the slots, on held-out prompts
     ece_after: float | None = None
     slopes: tuple[float, ...] = ()  # s; empty: 1 / T
+    contest: tuple[float, ...] = ()  # weights; empty: as if copy and draft were independent
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Calibration":
@@ -42,7 +47,8 @@ class Calibration:
         T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
         errors = [data[name] for name in ("ece_before", "ece_after")]
         before, after = (None if error is None else float(error) for error in errors)
-        return cls(T, b, int(data["rounds"]), before, after, s)
+        contest = tuple(map(float, data.get("contest", ())))
+        return cls(T, b, int(data["rounds"]), before, after, s, contest)
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
@@ -50,8 +56,10 @@ class Calibration:
             raise ValueError("temperatures must be above 0, with one bias for each")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")
-        if not np.isfinite([*self.temperatures, *self.biases, *self.slopes]).all():
-            raise ValueError("temperatures, biases and slopes must be finite")
+        if len(self.contest) not in (0, len(INDEPENDENT)):
+            raise ValueError(f"a contest must have {len(INDEPENDENT)} weights, or none")
+        if not np.isfinite([*self.temperatures, *self.biases, *self.slopes, *self.contest]).all():
+            raise ValueError("temperatures, biases, slopes and weights must be finite")
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""

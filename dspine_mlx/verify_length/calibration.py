@@ -11,7 +11,7 @@ can be chosen freely, drafter and target are equally flat, so the least certain 
 rejected most.
 
 A calibration also has the weights that decide between a draft and a copy of earlier text
-(`dspine_mlx.verify_length.contest`).
+(`dspine_mlx.verify_length.disagreement`).
 """
 
 import math
@@ -23,7 +23,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.verify_length.contest import INDEPENDENT
+from dspine_mlx.verify_length.disagreement import INDEPENDENT
 
 LIMIT = 20.0  # log-odds beyond are certainty
 BANDS = (0.0, 0.5, 0.9)  # sampled modes: temperatures above 0, from 0.5 and from 0.9 on
@@ -39,7 +39,7 @@ class Calibration:
     ece_before: float | None = None  # mean over the slots, on held-out prompts
     ece_after: float | None = None
     slopes: tuple[float, ...] = ()  # s; empty: 1 / T
-    contest: tuple[float, ...] = ()  # weights; empty: as if copy and draft were independent
+    copy_weights: tuple[float, ...] = ()  # empty: as if copies and drafts were independent
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Calibration":
@@ -47,8 +47,8 @@ class Calibration:
         T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
         errors = [data[name] for name in ("ece_before", "ece_after")]
         before, after = (None if error is None else float(error) for error in errors)
-        contest = tuple(map(float, data.get("contest", ())))
-        return cls(T, b, int(data["rounds"]), before, after, s, contest)
+        copy_weights = tuple(map(float, data.get("copy_weights", ())))
+        return cls(T, b, int(data["rounds"]), before, after, s, copy_weights)
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
@@ -56,10 +56,12 @@ class Calibration:
             raise ValueError("temperatures must be above 0, with one bias for each")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")
-        if len(self.contest) not in (0, len(INDEPENDENT)):
-            raise ValueError(f"a contest must have {len(INDEPENDENT)} weights, or none")
-        if not np.isfinite([*self.temperatures, *self.biases, *self.slopes, *self.contest]).all():
-            raise ValueError("temperatures, biases, slopes and weights must be finite")
+        if len(self.copy_weights) not in (0, len(INDEPENDENT)):
+            raise ValueError(f"there must be {len(INDEPENDENT)} copy weights, or none")
+        if not np.isfinite(
+            [*self.temperatures, *self.biases, *self.slopes, *self.copy_weights]
+        ).all():
+            raise ValueError("temperatures, biases, slopes and copy weights must be finite")
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""

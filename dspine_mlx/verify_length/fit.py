@@ -23,7 +23,7 @@ from dspine_mlx.verify_length.calibration import (
     sigmoid,
     uncalibrated,
 )
-from dspine_mlx.verify_length.contest import DRAFTED, INDEPENDENT, Contest, logit
+from dspine_mlx.verify_length.disagreement import DRAFTED, INDEPENDENT, Disagreement, logit
 
 log = logging.getLogger(__name__)
 LEAST_ROUNDS = 60  # with fewer, a fit is no better than none
@@ -41,7 +41,7 @@ class Recorder(Fixed):
         super().__init__(slots, needs_evidence=True, copies=CopyChances())
         self.evidence: list[list[float]] = []
         self.accepted: list[int] = []
-        self.contests: list[list[float]] = []
+        self.disagreements: list[list[float]] = []
         self.found: list[tuple[Copy, list[float]]] = []  # this round's copies, with their facts
         self.lookup, self.begun = Lookup(), 0  # of the text, and its tokens when the round began
         self.whole = False
@@ -51,13 +51,13 @@ class Recorder(Fixed):
 
     def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
         self.found, self.lookup, self.begun = [], lookup, len(lookup.tokens)
-        contest, copies = Contest.of(draft, lookup), self.copies
-        if contest is None or copies is None or draft.evidence is None:
+        known, copies = Disagreement.of(draft, lookup), self.copies
+        if known is None or copies is None or draft.evidence is None:
             return None
         odds = draft.evidence.log_odds()
         for copy in lookup.splices(draft.tokens.tolist()):
             if copy.after < self.tokens:
-                facts = contest.facts(copy, copies.of(copy)[0], 0.5)
+                facts = known.facts(copy, copies.of(copy)[0], 0.5)
                 facts[DRAFTED] = odds[copy.after]  # until it is calibrated
                 self.found.append((copy, facts))
         return None
@@ -72,11 +72,11 @@ class Recorder(Fixed):
     def learn(self, accepted: int, offered: int) -> None:
         if self.whole and offered == self.tokens:
             self.accepted.append(accepted)
-            self.contests += self.decided(accepted)
+            self.disagreements += self.decided(accepted)
 
     def decided(self, accepted: int) -> list[list[float]]:
-        """Contests of the round that the copy or the draft has won: slot, facts, and 1 for the
-        copy."""
+        """Where the round's copies and its draft differed and one of them was right: slot,
+        facts, and 1 for the copy."""
         came, rows = self.lookup.tokens[self.begun :], []
         for copy, facts in self.found:
             if copy.after < min(accepted + 1, len(came)):
@@ -94,13 +94,13 @@ class Rounds:
     accepted: np.ndarray  # [n]
     # [k, 8] where a copy or the draft was right and the other was not: the slot, six facts, with
     # the slot's evidence in place of its chance, and 1 if it was the copy.
-    contests: np.ndarray = field(default_factory=lambda: np.zeros((0, 2 + len(INDEPENDENT))))
+    disagreements: np.ndarray = field(default_factory=lambda: np.zeros((0, 2 + len(INDEPENDENT))))
 
     def __add__(self, other: "Rounds") -> "Rounds":
         return Rounds(
             np.concatenate([self.evidence, other.evidence]),
             np.concatenate([self.accepted, other.accepted]),
-            np.concatenate([self.contests, other.contests]),
+            np.concatenate([self.disagreements, other.disagreements]),
         )
 
     def __getitem__(self, part: slice) -> "Rounds":
@@ -122,8 +122,8 @@ def record(
     for _ in stream_generate(model, tokenizer, prompt, drafter, verify_length=recorder, **options):
         pass
     evidence = np.array(recorder.evidence[: len(recorder.accepted)], np.float64).reshape(-1, M)
-    contests = np.array(recorder.contests, np.float64).reshape(-1, 2 + len(INDEPENDENT))
-    return Rounds(evidence, np.array(recorder.accepted, int), contests)
+    disagreements = np.array(recorder.disagreements, np.float64).reshape(-1, 2 + len(INDEPENDENT))
+    return Rounds(evidence, np.array(recorder.accepted, int), disagreements)
 
 
 @dataclass
@@ -166,7 +166,7 @@ def calibrate(texts: list[Rounds], held_out: list[Rounds] | None = None) -> Fit:
     after = survival_errors(trial, measured.evidence, measured.accepted)
     final = trial if held_out else fit(every.evidence, every.accepted)
     final = replace(final, ece_before=float(before.mean()), ece_after=float(after.mean()))
-    final = replace(final, contest=fit_contest(final, sum_of(texts).contests))
+    final = replace(final, copy_weights=fit_copy_weights(final, sum_of(texts).disagreements))
     return Fit(final, trial, measured, before, after, chance_errors(trial, measured.evidence))
 
 
@@ -249,12 +249,13 @@ def scoring(
     return weights
 
 
-def fit_contest(calibration: Calibration, contests: np.ndarray) -> tuple[float, ...]:
-    """The most likely weights of a contest, N(INDEPENDENT, 1 / PRIOR) beforehand; with too few
-    contests, none."""
-    if len(contests) < LEAST_ROUNDS:
+def fit_copy_weights(calibration: Calibration, disagreements: np.ndarray) -> tuple[float, ...]:
+    """The most likely weights between copies and drafts, N(INDEPENDENT, 1 / PRIOR) beforehand;
+    with too few disagreements, none."""
+    if len(disagreements) < LEAST_ROUNDS:
         return ()
-    slots, facts, won = contests[:, 0].astype(int), contests[:, 1:-1].copy(), contests[:, -1] > 0
+    slots, won = disagreements[:, 0].astype(int), disagreements[:, -1] > 0
+    facts = disagreements[:, 1:-1].copy()
     chances = [
         sigmoid(calibrated(x, *calibration.slots[slot]))
         for slot, x in zip(slots, facts[:, DRAFTED], strict=True)

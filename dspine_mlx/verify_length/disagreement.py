@@ -21,7 +21,7 @@ DRAFTED = 2  # which of them is for the drafted token's chance
 LEAST = 1e-4  # chances nearer to 0 or 1 are taken for this near
 
 
-class Contest(NamedTuple):
+class Disagreement(NamedTuple):
     """What a text and a greedy draft say of copied tokens."""
 
     lookup: Lookup
@@ -29,7 +29,7 @@ class Contest(NamedTuple):
     probs: list[list[float]]  # [M, K] of the candidates, after the drafted tokens before
 
     @classmethod
-    def of(cls, draft: Draft, lookup: Lookup) -> "Contest | None":
+    def of(cls, draft: Draft, lookup: Lookup) -> "Disagreement | None":
         """None: the draft was sampled, or comes without its candidates' probabilities."""
         known = draft.evidence
         if draft.q is not None or known is None or known.chances.shape != draft.candidates.shape:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.select import Draft, Evidence
 from dspine_mlx.verify_length.calibration import Calibration, sigmoid
-from dspine_mlx.verify_length.contest import INDEPENDENT, LEAST, Contest, logit
 from dspine_mlx.verify_length.copying import Copying, Values
 from dspine_mlx.verify_length.costs import Costs, Curve
-from dspine_mlx.verify_length.fit import Recorder, fit_contest
+from dspine_mlx.verify_length.disagreement import INDEPENDENT, LEAST, Disagreement, logit
+from dspine_mlx.verify_length.fit import Recorder, fit_copy_weights
 from dspine_mlx.verify_length.forecast import Forecast
 from dspine_mlx.verify_length.rules import contested
 
@@ -33,27 +33,27 @@ def test_facts_by_hand() -> None:
     """After 1 2 3 came 7, then 8, which was copied rightly once and wrongly twice."""
     lookup = Lookup(tokens=[1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3])
     lookup.outcomes[8] = (1, 2)
-    contest = Contest.of(draft_of([5, 6], [[0.6, 0.3], [0.5, 0.2]], others=8), lookup)
+    known = Disagreement.of(draft_of([5, 6], [[0.6, 0.3], [0.5, 0.2]], others=8), lookup)
     copy = lookup.draft(4)
-    assert contest is not None
+    assert known is not None
     assert copy is not None
     assert (copy.tokens[0], copy.disputed) == (8, True)  # the newest of equal matches
-    assert contest.facts(copy, 0.8, 0.6) == pytest.approx(
+    assert known.facts(copy, 0.8, 0.6) == pytest.approx(
         [1, math.log(4), math.log(1.5), math.log(0.3), 1, math.log(2 / 3)]
     )
     unknown = Copy(3, [99], after=1)  # not among the candidates, never copied, not disputed
-    facts = contest.facts(unknown, 1.0, 0.0)
+    facts = known.facts(unknown, 1.0, 0.0)
     assert facts == pytest.approx([1, logit(1 - LEAST), logit(LEAST), math.log(LEAST), 0, 0])
 
 
-def test_only_greedy_drafts_with_their_candidates_probs_have_a_contest() -> None:
+def test_only_greedy_drafts_with_their_candidates_probs_have_them() -> None:
     """A sampled draft's choice must not depend on what was drawn."""
     draft, lookup = draft_of([5, 6], [[0.6, 0.3], [0.5, 0.2]]), Lookup()
-    assert Contest.of(draft, lookup) is not None
-    assert Contest.of(draft._replace(q=mx.ones((2, 2)) / 2), lookup) is None
+    assert Disagreement.of(draft, lookup) is not None
+    assert Disagreement.of(draft._replace(q=mx.ones((2, 2)) / 2), lookup) is None
     confidence = Evidence(draft.tokens, mx.array([0.6, 0.5]))
-    assert Contest.of(draft._replace(evidence=confidence), lookup) is None
-    assert Contest.of(draft._replace(evidence=None), lookup) is None
+    assert Disagreement.of(draft._replace(evidence=confidence), lookup) is None
+    assert Disagreement.of(draft._replace(evidence=None), lookup) is None
 
 
 @given(chance, chance, chance)
@@ -86,11 +86,11 @@ def test_planted_weights_are_found() -> None:
     won = rng.uniform(size=n) < sigmoid(facts @ PLANTED)
     facts[:, 2] = evidence
     rows = np.concatenate([slots[:, None], facts, won[:, None]], axis=1)
-    np.testing.assert_allclose(fit_contest(calibration, rows), PLANTED, atol=0.06)
-    assert fit_contest(calibration, rows[:59]) == ()
+    np.testing.assert_allclose(fit_copy_weights(calibration, rows), PLANTED, atol=0.06)
+    assert fit_copy_weights(calibration, rows[:59]) == ()
 
 
-def test_recorded_rounds_hold_their_contests() -> None:
+def test_recorded_rounds_hold_their_disagreements() -> None:
     """The draft 4 7 8 leaves the copied 4 5 6 after one token, which the target decides."""
     for following, won in ((5, [1.0]), (9, [])):
         lookup, recorder = Lookup(tokens=[1, 2, 3, 4, 5, 6, 1, 2, 3]), Recorder(3)
@@ -100,11 +100,11 @@ def test_recorded_rounds_hold_their_contests() -> None:
         recorder.length(draft, 3, 0, 0.0)
         lookup.add([4, following])
         recorder.learn(1, 3)
-        assert [row[-1] for row in recorder.contests] == won
+        assert [row[-1] for row in recorder.disagreements] == won
         if won:
             prior = CopyChances().of(Copy(4, [5]))[0]
             facts = [1, logit(prior), math.log(1.5), math.log(0.4), 0, 0]
-            assert recorder.contests[0][:-1] == pytest.approx([1, *facts])
+            assert recorder.disagreements[0][:-1] == pytest.approx([1, *facts])
 
 
 def test_weights_decide_between_a_copy_and_a_draft() -> None:
@@ -115,9 +115,9 @@ def test_weights_decide_between_a_copy_and_a_draft() -> None:
     draft = draft_of([7, 8, 9], [[0.5, 0.4]] * 3, others=4)
     chances = [0.5, 0.5, 0.5]
     for sign, offered in ((3.0, True), (-3.0, False)):
-        calibration = Calibration((1.0,) * 3, (0.0,) * 3, contest=(sign, 0, 0, 0, 0, 0))
+        calibration = Calibration((1.0,) * 3, (0.0,) * 3, copy_weights=(sign, 0, 0, 0, 0, 0))
         copying = Copying(Forecast(costs, calibration))
-        values = Values(costs.verify(64), [1e-3] * 3, Contest.of(draft, lookup))
+        values = Values(costs.verify(64), [1e-3] * 3, Disagreement.of(draft, lookup))
         offer = copying.instead_of_path(chances, [7, 8, 9], lookup.whole(), values)
         assert (offer is not None) is offered
         if offer is not None:

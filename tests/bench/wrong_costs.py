@@ -137,7 +137,7 @@ def main() -> None:
         pair.seconds([HARD[0]], 32, ours=False)  # warm-up
         pair.seconds([HARD[0]], 32, ours=True)
         sweeps = [ratios(pair, curves, n) for n in range(args.sweeps)]
-        shorts = [short(pair, clean, n) for n in range(args.sweeps)]
+        shorts = [short(pair, clean, n) for n in range(4 * args.sweeps)]
     median: Callable[[list[float]], float] = statistics.median
     for name in curves:
         hard, questions = (median([s[name][i] for s in sweeps]) for i in (0, 1))

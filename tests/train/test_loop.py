@@ -70,7 +70,8 @@ def run(trainer: Trainer, folder: Path, **options: Any) -> list[dict]:
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_step() -> None:
-    whole, split = make(), make(replace(CONFIG, accumulation=4))
+    loss = replace(OBJECTIVE.loss, length_weight=0.5, length_start=0.0)
+    whole, split = make(loss=loss), make(replace(CONFIG, accumulation=4), loss)
     first, second = whole.train_step(), split.train_step()
     assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
     assert first["norm"] == pytest.approx(second["norm"], rel=1e-4)
@@ -78,11 +79,12 @@ def test_accumulation_gives_the_gradient_of_the_whole_step() -> None:
 
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     config = replace(CONFIG, evaluate_every=2)
-    whole = make(config)
+    loss = replace(OBJECTIVE.loss, length_weight=0.5, length_start=0.5)
+    whole = make(config, loss)
     log = run(whole, tmp_path / "whole")
-    first = make(config)
+    first = make(config, loss)
     run(first, tmp_path / "parts", stop=lambda: first.step == 4)
-    second = make(config)
+    second = make(config, loss)
     network = second.drafter.network
     network.update({"fc": {"weight": mx.zeros_like(network.fc.weight)}})
     second.restore(tmp_path / "parts")

@@ -60,6 +60,10 @@ class Prospects:
         self.rounds[slice(None) if anew else self.next] = self.average.extended(survival)
         self.next = (self.next + 1) % ROUNDS
 
+    def expect(self, survival: Sequence[float]) -> None:
+        """The next rounds may be like one with these chances; [] is an average text's."""
+        self.rounds[:] = self.average.extended(survival)
+
     def within(self, tokens: float) -> np.ndarray:
         """The same where at most so many drafted tokens may be offered."""
         if tokens >= self.rounds.shape[1]:
@@ -79,6 +83,7 @@ class Record:
     credit: float = CREDIT  # tokens that it may still fall behind FLOOR
     saved: float = 0.0  # plain steps that its rounds saved
     rounds: int = 0  # that it was drafted for
+    tries: int = 0  # drafts that were made for it
     plain: int = 0  # tokens in steps and rounds that it was not drafted for
     left_out: bool = False
     waited: float = 0.0  # plain steps since it was drafted for

@@ -1,0 +1,184 @@
+"""Whether drafting pays again, for a batch that is decoded plainly.
+
+A round would show it, but all texts pay for one. So one text's next draft is made beside plain
+steps and only compared with the tokens that they bring. If it would have paid for a round, rounds
+follow.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isfinite
+from operator import mul
+
+import mlx.core as mx
+import numpy as np
+
+from dspine_mlx.batch.costs import BatchCosts
+from dspine_mlx.batch.text import BatchText
+from dspine_mlx.round.draft_context import BACKLOG
+from dspine_mlx.round.select import Draft
+from dspine_mlx.verify_length.budget import FIRST_WAIT, LAST_WAIT, SHARE, START, Budget
+from dspine_mlx.verify_length.records import Probe
+
+LENT = 1.0  # plain steps' time for watched drafts of a drafter that has shown nothing yet
+HOPE = 1.1  # gain that perfect drafts must reach for trials to be made
+
+
+def shown(budgets: Collection[Budget]) -> Budget | None:
+    """A batch's first budget, by what the pair's single texts have shown."""
+    if any(budget.balance > START for budget in budgets):
+        return Budget()
+    spent = any(budget.credit < START for budget in budgets)
+    return Budget(balance=0.0) if spent else None
+
+
+@dataclass
+class Watch:
+    """A text's draft, as far as its tokens have been compared with it."""
+
+    text: BatchText
+    probe: Probe
+
+    def compare(self, token: int, logprobs: mx.array) -> bool:
+        """Whether the draft goes on agreeing."""
+        return self.probe.compare(token, logprobs, self.text.chances, self.text.text.draft_sampler)
+
+    def survival(self) -> list[float]:
+        """Of its tokens, by the drafter's evidence and all outcomes so far."""
+        return list(accumulate(self.text.chances.of(self.probe.evidence.odds), mul))
+
+    def tokens(self, length: int) -> float:
+        """What a round offering so many of its tokens would have brought. Evidence that has never
+        been calibrated is not counted."""
+        came = 1 + min(self.probe.slot, length)
+        if not self.text.chances.calibration.rounds:
+            return came
+        return (came + 1 + sum(self.survival()[:length])) / 2
+
+
+class Trials:
+    """The budget of rounds, and when a draft is watched, or a round tried.
+
+    Watched drafts take SHARE of the time; at first LENT, if the drafter has shown nothing. One that
+    would have paid for its round starts drafting with what is left of the credit. Once that is
+    spent, rounds are tried: they may lose SHARE of the time.
+    """
+
+    def __init__(self, costs: BatchCosts, least: int, budget: Budget | None = None):
+        """least: tokens that a draft has at least; budget: what the pair has shown; None: nothing
+        yet."""
+        self.costs, self.least = costs, least
+        self.budget = budget or Budget(balance=0.0)
+        self.saved = 0.0 if budget else LENT  # plain steps' time for watched drafts
+        self.since = 0  # plain steps since the last one
+        self.wait, self.eager = FIRST_WAIT, True  # between two; eager: as soon as there is time
+        self.watch: Watch | None = None
+        self.promising = False  # whether the last one, or a round since, paid
+        self.failed = False  # whether the last round that was tried lost
+        self.unread = 0  # plain steps since the last round
+        self.new_plan()
+
+    def new_plan(self) -> None:
+        """Costs or texts are others."""
+        self.watch_cost: float | None = None  # in plain steps; None: to be found
+
+    def text_joins(self) -> None:
+        """It may show what the others have not."""
+        self.budget.start_text(float("inf"))
+        self.eager = True
+
+    def rounds(self, texts: int, depth: int) -> np.ndarray:
+        """[M] plain steps that rounds of 1 .. M tokens take."""
+        plain, draft, verify = self.costs.steps(texts, depth)
+        return (draft + verify[1:]) / plain
+
+    def hopeful(self, rounds: np.ndarray) -> bool:
+        """Whether perfect drafts would gain enough."""
+        return bool((np.arange(2, len(rounds) + 2) > HOPE * rounds)[self.least - 1 :].any())
+
+    def widest_worth(self, rounds: np.ndarray, most: int) -> int:
+        """Tokens of the round that gains most if all are right, at most so many."""
+        gains = np.arange(2, len(rounds) + 2) / rounds
+        return int(min(self.least + gains[self.least - 1 :].argmax(), max(self.least, most)))
+
+    def behind(self, texts: int, depth: int) -> float:
+        """Plain steps that it takes the drafter to take in what it has not read; a full backlog is
+        about a draft."""
+        widest = len(self.costs.known[0].shares)
+        rows = min(BACKLOG, self.unread) if self.unread > widest else 0
+        draft = self.costs.draft(texts, widest, depth)
+        return rows / BACKLOG * draft / self.costs.plain(texts, depth)
+
+    def cost_of_watch(self, texts: int, depth: int) -> float:
+        """Plain steps that a draft for one text takes; infinite where nothing could come of it."""
+        if self.watch_cost is None:
+            hopeful = self.hopeful(self.rounds(texts, depth))
+            draft = float(self.costs.drafts_for(texts, depth)[0, -1])
+            self.watch_cost = draft / self.costs.plain(texts, depth) if hopeful else float("inf")
+        return self.watch_cost
+
+    def watch_due(self, texts: int, depth: int) -> bool:
+        if self.watch is not None or not (self.eager or self.since >= self.wait):
+            return False
+        return self.saved >= self.cost_of_watch(texts, depth)
+
+    def steps_to_watch(self, texts: int, depth: int) -> float:
+        """Plain steps until the next draft is watched, at least."""
+        cost = self.cost_of_watch(texts, depth)
+        return max(0 if self.eager else self.wait - self.since, (cost - self.saved) / SHARE)
+
+    def start_watch(self, text: BatchText, draft: Draft, texts: int, depth: int) -> None:
+        self.saved -= self.cost_of_watch(texts, depth)
+        self.watch, self.since, self.eager = Watch(text, Probe(draft)), 0, False
+        text.chances.forget_half()
+        text.text.statistics.probes += 1
+
+    def compare(self, token: int, logprobs: mx.array, texts: int, depth: int) -> list[float] | None:
+        """The watched text's next token. The draft's survival, if that ends the watch: a token was
+        wrong or the last, or those so far would have paid."""
+        watch = self.watch
+        assert watch is not None
+        agrees, rounds = watch.compare(token, logprobs), self.rounds(texts, depth)
+        right = watch.probe.slot
+        paid = right >= self.least and 1 + right > float(rounds[right - 1])
+        if agrees and not paid:
+            return None
+        survival, self.watch = watch.survival(), None
+        net = 1 + np.cumsum(survival) - rounds[: len(survival)]
+        length = self.least + int(net[self.least - 1 :].argmax())
+        self.watched(paid or watch.tokens(length) > float(rounds[length - 1]))
+        return survival
+
+    def watched(self, paid: bool) -> None:
+        """A draft would have paid for its round, or not."""
+        self.promising = paid
+        if not paid:
+            self.wait = min(2 * self.wait, LAST_WAIT)
+            return
+        self.wait = FIRST_WAIT
+        if self.budget.spent and self.budget.credit >= 1:
+            self.budget.balance = self.budget.credit
+
+    def round_due(self, cost: float) -> bool:
+        """Whether to try a round that is expected to lose so many plain steps."""
+        return self.budget.spent and self.promising and self.budget.affords(cost)
+
+    def round_over(self, gain: float, tried: bool) -> None:
+        """A round won so many plain steps, or lost them."""
+        self.watch, self.since, self.unread = None, 0, 0
+        if tried:
+            self.failed, self.promising, self.budget.since = gain <= 0, gain > 0, 0
+            self.budget.probe_over(gain)
+            return
+        self.budget.round_over(gain)
+        if self.budget.spent:
+            self.promising = False
+
+    def plain_step(self) -> None:
+        self.budget.since += 1
+        self.since += 1
+        self.unread += 1
+        cost = self.watch_cost
+        if cost is None or self.saved < max(LENT, cost if isfinite(cost) else 0.0):
+            self.saved += SHARE

@@ -129,7 +129,8 @@ class BatchCosts:
         self.forwards = dict[int, Costs]()  # by the numbers of texts that there have been
         self.drafts = dict[int, Costs]()
         self.newest = 0  # texts that were drafted for last
-        self.bases = dict[tuple[int, int], np.ndarray]()  # by texts and depth
+        self.drafting = list[Curve]()  # drafts for 1, 2, ... texts, as `known` has them
+        self.bases = dict[tuple[int, int], np.ndarray]()  # their seconds, by texts and depth
 
     def of(self, texts: int) -> tuple[Costs, Costs]:
         """Costs of forwards, and of drafts, over so many texts; at first corrected like those of
@@ -158,7 +159,9 @@ class BatchCosts:
         like, depth = self.newest or texts, depth // STRIDE * STRIDE
         key = texts, depth
         if key not in self.bases:
-            curves = (drafts_of(between(self.known, n)) for n in range(1, texts + 1))
+            for n in range(len(self.drafting) + 1, texts + 1):
+                self.drafting.append(drafts_of(between(self.known, n)))
+            curves = self.drafting[:texts]
             self.bases = {key: np.array([curve.at(depth)[2:-1] for curve in curves])}
         seconds = self.bases[key] * np.exp(self.of(like)[1].x[2:-1])
         fewer, more = seconds[:like][::-1], seconds[like - 1 :]  # both with what was seen

@@ -27,12 +27,11 @@ AGAIN = 16  # plain steps after which the next round is planned anew
 
 class Scheduled:
     """Whom to draft for, width and lengths, by each text's own chances under measured costs; and
-    parking, of single texts and of the whole batch.
+    parking, of texts and of the whole batch.
 
     A round is drafted where it is expected to gain, while `budget`, which counts plain steps as for
-    one text, is not spent, and where it leaves every text FLOOR of its plain speed; a text that
-    gets fewer tokens than the others so sets how often they are drafted for. Now and then a round
-    shows whether drafting pays again for a batch that is parked, or for a text that is left out.
+    one text, is not spent, and where it leaves every text FLOOR of its plain speed. Others may show
+    that drafting pays again: see `dspine_mlx.batch.trials`.
     """
 
     needs_evidence = True
@@ -47,12 +46,11 @@ class Scheduled:
         drafter: bool = True,
     ):
         """slots: tokens that the drafter proposes at most; shortens: whether its blocks may be
-        narrower; keep: called when a text is over; drafter: whether there is one, beside
-        copies."""
+        narrower; keep: called when a text is over; drafter: whether there is one."""
         self.calibrations, self.keep = schedule.calibrations, keep
         self.costs = BatchCosts(curves or [guess(schedule.costs.curve, slots)])
         self.widest, self.least = slots, 1 if shortens else slots
-        self.trials = Trials(self.costs, self.least, shown(schedule.budgets.values()))
+        self.trials = Trials(self.costs, self.least, shown(schedule))
         self.budget = self.trials.budget
         self.average = dict[str, Average]()  # by mode
         self.history = dict[str, Chances]()  # by mode, of the last text
@@ -165,8 +163,10 @@ class Scheduled:
         if self.parked:
             return False
         steps = plan.seconds / self.costs.plain(len(texts), depth)
-        credits = np.array([self.records[text].credit for text in texts])
-        return bool((credits + more + plan.tokens >= FLOOR * steps).all())
+        records = [self.records[text] for text in texts]
+        tokens = np.minimum(plan.tokens, [r.prospects.shown(plan.slots) for r in records])
+        credits = np.array([record.credit for record in records])
+        return bool((credits + more + tokens >= FLOOR * steps).all())
 
     @property
     def parked(self) -> bool:
@@ -237,7 +237,9 @@ class Scheduled:
         self.own = survival
         survival = [self.copies.beside(*own) for own in zip(texts, survival, strict=True)]
         B, (plain, _, verify) = len(texts), self.costs.steps(len(texts), depth)
-        value = min(plain / B, self.planned(texts, depth).seconds_per_token)
+        value = plain / B
+        if not self.parked:  # else the plan is not followed
+            value = min(value, self.planned(texts, depth).seconds_per_token)
         choices = list(padded(survival))
         if self.trying:  # something has to be offered
             choices = choices[1:] or choices
@@ -280,8 +282,8 @@ class Scheduled:
             took_part = self.chosen[i] or self.copies.has(text)
             record.rounds, record.plain = record.rounds + took_part, record.plain + (not took_part)
         if drafted:  # the drafter answers for its own tokens
-            gain = 1 + sum(n for _, n in own) / B - steps - self.trials.behind(B, depth)
-            self.trials.round_over(gain, tried=self.trying > 0)
+            gain = 1 + sum(n for _, n in own) / B - steps
+            self.trials.round_over(gain, self.trials.behind(B, depth), tried=self.trying > 0)
         self.plan, self.trials.watch, self.trying = None, None, 0
 
     def learn_chances(self, text: BatchText, i: int, length: int, accepted: int) -> None:
@@ -312,8 +314,7 @@ class Scheduled:
         if not (parked and self.trials.watch_due(len(texts), depth)):
             return None
         long = [i for i, text in enumerate(texts) if min(text.left - 1, text.most) >= self.least]
-        records = [self.records[text] for text in texts]
-        return min(long, key=lambda i: (records[i].tries, -records[i].waited), default=None)
+        return min(long, key=lambda i: self.records[texts[i]].turn, default=None)
 
     def watched(self, text: BatchText, draft: Draft, texts: int, depth: int) -> None:
         self.records[text].tries += 1

@@ -5,7 +5,6 @@ steps and only compared with the tokens that they bring. If it would have paid f
 follow.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
@@ -18,19 +17,23 @@ from dspine_mlx.batch.costs import BatchCosts
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.round.draft_context import BACKLOG
 from dspine_mlx.round.select import Draft
-from dspine_mlx.verify_length.budget import FIRST_WAIT, LAST_WAIT, SHARE, START, Budget
+from dspine_mlx.verify_length.budget import SHARE, START, Budget
 from dspine_mlx.verify_length.records import Probe
+from dspine_mlx.verify_length.schedule import Schedule
 
-LENT = 1.0  # plain steps' time for watched drafts of a drafter that has shown nothing yet
+LENT = 1.2  # plain steps' time for watched drafts, saved up at most; given to a new pair
 HOPE = 1.1  # gain that perfect drafts must reach for trials to be made
 
 
-def shown(budgets: Collection[Budget]) -> Budget | None:
-    """A batch's first budget, by what the pair's single texts have shown."""
+def shown(schedule: Schedule) -> Budget | None:
+    """A batch's first budget, by what the pair has shown in single texts, or else when it was
+    calibrated; None: nothing yet."""
+    budgets = schedule.budgets.values()
     if any(budget.balance > START for budget in budgets):
         return Budget()
-    spent = any(budget.credit < START for budget in budgets)
-    return Budget(balance=0.0) if spent else None
+    if any(budget.credit < START for budget in budgets):
+        return Budget(balance=0.0)
+    return Budget() if schedule.calibrations else None
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Watch:
 class Trials:
     """The budget of rounds, and when a draft is watched, or a round tried.
 
-    Watched drafts take SHARE of the time; at first LENT, if the drafter has shown nothing. One that
+    Watched drafts take SHARE of the time; a drafter that has shown nothing is given LENT. One that
     would have paid for its round starts drafting with what is left of the credit. Once that is
     spent, rounds are tried: they may lose SHARE of the time.
     """
@@ -71,8 +74,6 @@ class Trials:
         self.costs, self.least = costs, least
         self.budget = budget or Budget(balance=0.0)
         self.saved = 0.0 if budget else LENT  # plain steps' time for watched drafts
-        self.since = 0  # plain steps since the last one
-        self.wait, self.eager = FIRST_WAIT, True  # between two; eager: as soon as there is time
         self.watch: Watch | None = None
         self.promising = False  # whether the last one, or a round since, paid
         self.failed = False  # whether the last round that was tried lost
@@ -84,9 +85,8 @@ class Trials:
         self.watch_cost: float | None = None  # in plain steps; None: to be found
 
     def text_joins(self) -> None:
-        """It may show what the others have not."""
+        """It gets no credit of its own: others pay for its rounds, too."""
         self.budget.start_text(float("inf"))
-        self.eager = True
 
     def rounds(self, texts: int, depth: int) -> np.ndarray:
         """[M] plain steps that rounds of 1 .. M tokens take."""
@@ -119,18 +119,15 @@ class Trials:
         return self.watch_cost
 
     def watch_due(self, texts: int, depth: int) -> bool:
-        if self.watch is not None or not (self.eager or self.since >= self.wait):
-            return False
-        return self.saved >= self.cost_of_watch(texts, depth)
+        return self.watch is None and self.saved >= self.cost_of_watch(texts, depth)
 
     def steps_to_watch(self, texts: int, depth: int) -> float:
         """Plain steps until the next draft is watched, at least."""
-        cost = self.cost_of_watch(texts, depth)
-        return max(0 if self.eager else self.wait - self.since, (cost - self.saved) / SHARE)
+        return (self.cost_of_watch(texts, depth) - self.saved) / SHARE
 
     def start_watch(self, text: BatchText, draft: Draft, texts: int, depth: int) -> None:
         self.saved -= self.cost_of_watch(texts, depth)
-        self.watch, self.since, self.eager = Watch(text, Probe(draft)), 0, False
+        self.watch = Watch(text, Probe(draft))
         text.chances.forget_half()
         text.text.statistics.probes += 1
 
@@ -153,31 +150,29 @@ class Trials:
     def watched(self, paid: bool) -> None:
         """A draft would have paid for its round, or not."""
         self.promising = paid
-        if not paid:
-            self.wait = min(2 * self.wait, LAST_WAIT)
-            return
-        self.wait = FIRST_WAIT
-        if self.budget.spent and self.budget.credit >= 1:
+        if paid and self.budget.spent and self.budget.credit >= 1:
             self.budget.balance = self.budget.credit
 
     def round_due(self, cost: float) -> bool:
         """Whether to try a round that is expected to lose so many plain steps."""
         return self.budget.spent and self.promising and self.budget.affords(cost)
 
-    def round_over(self, gain: float, tried: bool) -> None:
-        """A round won so many plain steps, or lost them."""
-        self.watch, self.since, self.unread = None, 0, 0
+    def round_over(self, gain: float, behind: float, tried: bool) -> None:
+        """A round won so many plain steps, or lost them. It took `behind` more to take in what the
+        drafter had not read, as the next one will not."""
+        self.watch, self.unread = None, 0
         if tried:
+            gain -= behind
             self.failed, self.promising, self.budget.since = gain <= 0, gain > 0, 0
             self.budget.probe_over(gain)
             return
+        self.budget.balance = max(0.0, self.budget.balance - behind)
         self.budget.round_over(gain)
         if self.budget.spent:
             self.promising = False
 
     def plain_step(self) -> None:
         self.budget.since += 1
-        self.since += 1
         self.unread += 1
         cost = self.watch_cost
         if cost is None or self.saved < max(LENT, cost if isfinite(cost) else 0.0):

@@ -164,9 +164,8 @@ class Scheduled:
             return False
         steps = plan.seconds / self.costs.plain(len(texts), depth)
         records = [self.records[text] for text in texts]
-        tokens = np.minimum(plan.tokens, [r.prospects.shown(plan.slots) for r in records])
-        credits = np.array([record.credit for record in records])
-        return bool((credits + more + tokens >= FLOOR * steps).all())
+        own = np.minimum(plan.tokens, [r.prospects.shown(plan.slots) for r in records])
+        return bool((more + own + [r.credit for r in records] >= FLOOR * steps).all())
 
     @property
     def parked(self) -> bool:

@@ -71,7 +71,7 @@ class Trials:
     def __init__(self, costs: BatchCosts, least: int, budget: Budget | None = None):
         """least: tokens that a draft has at least; budget: what the pair has shown; None: nothing
         yet."""
-        self.costs, self.least = costs, least
+        self.costs, self.least, self.widest = costs, least, len(costs.known[0].shares)
         self.budget = budget or Budget(balance=0.0)
         self.saved = 0.0 if budget else LENT  # plain steps' time for watched drafts
         self.watch: Watch | None = None
@@ -105,16 +105,15 @@ class Trials:
     def behind(self, texts: int, depth: int) -> float:
         """Plain steps that it takes the drafter to take in what it has not read; a full backlog is
         about a draft."""
-        widest = len(self.costs.known[0].shares)
-        rows = min(BACKLOG, self.unread) if self.unread > widest else 0
-        draft = self.costs.draft(texts, widest, depth)
+        rows = min(BACKLOG, self.unread) if self.unread > self.widest else 0
+        draft = self.costs.draft(texts, self.widest, depth)
         return rows / BACKLOG * draft / self.costs.plain(texts, depth)
 
     def cost_of_watch(self, texts: int, depth: int) -> float:
         """Plain steps that a draft for one text takes; infinite where nothing could come of it."""
         if self.watch_cost is None:
             hopeful = self.hopeful(self.rounds(texts, depth))
-            draft = float(self.costs.drafts_for(texts, depth)[0, -1])
+            draft = self.costs.draft(1, self.widest, depth)
             self.watch_cost = draft / self.costs.plain(texts, depth) if hopeful else float("inf")
         return self.watch_cost
 

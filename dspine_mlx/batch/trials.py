@@ -140,6 +140,7 @@ class Trials:
         paid = right >= self.least and 1 + right > float(rounds[right - 1])
         if agrees and not paid:
             return None
+        watch.text.text.statistics.own_drafts[right] += 1
         survival, self.watch = watch.survival(), None
         net = 1 + np.cumsum(survival) - rounds[: len(survival)]
         length = self.least + int(net[self.least - 1 :].argmax())

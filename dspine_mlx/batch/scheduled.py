@@ -88,7 +88,7 @@ class Scheduled:
         round is expected to lose."""
         B, trials = len(texts), self.trials
         rounds = trials.rounds(B, depth)
-        slots = trials.widest_worth(rounds, 2 * self.planned(texts, depth).slots)
+        slots = trials.best_if_right(rounds, 2 * self.planned(texts, depth).slots)
         hope = 0.0 if trials.failed else self.survival(texts).mean(axis=(0, 1))[:slots].sum()
         lost = max(0.0, float(rounds[slots - 1] - 1 - hope)) + trials.behind(B, depth)
         return slots, lost if trials.hopeful(rounds) else float("inf")

@@ -97,7 +97,7 @@ class Trials:
         """Whether perfect drafts would gain enough."""
         return bool((np.arange(2, len(rounds) + 2) > HOPE * rounds)[self.least - 1 :].any())
 
-    def widest_worth(self, rounds: np.ndarray, most: int) -> int:
+    def best_if_right(self, rounds: np.ndarray, most: int) -> int:
         """Tokens of the round that gains most if all are right, at most so many."""
         gains = np.arange(2, len(rounds) + 2) / rounds
         return int(min(self.least + gains[self.least - 1 :].argmax(), max(self.least, most)))

@@ -160,7 +160,7 @@ def become(argv: list[str], env: dict[str, str], fds: list[str], session: bool) 
         sys.modules.pop(name, None)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        exec(name)
+        exec(name, {"__name__": "__main__"})
 
 
 def main() -> None:

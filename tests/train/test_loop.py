@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from dspine_mlx.train.features import FeatureCache, observe
 from dspine_mlx.train.loop import CHECKPOINT, Source, Trainer, read_log, train
 from dspine_mlx.train.objectives.dspine import OBJECTIVE
 from dspine_mlx.train.start import start_layers
+from tests.support import forked
 from tests.support.checkpoints import Shape
 from tests.support.tiny import random_prompt, tiny_dspine, tiny_target
 from tests.train.test_blocks import fresh
@@ -135,13 +134,7 @@ trainer.save(folder)
 
 @pytest.mark.parametrize("how", ["killed", "disk full"])
 def test_the_last_checkpoint_survives(how: str, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", DIE, str(tmp_path), how],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    result = forked.run("-c", DIE, str(tmp_path), how)
     assert result.returncode == (-signal.SIGKILL if how == "killed" else 1), result.stderr
     trainer = make()
     trainer.restore(tmp_path)

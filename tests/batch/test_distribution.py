@@ -111,7 +111,7 @@ def sample(
     policy: BatchPolicy,
     given: tuple[list[int], list[int]] = PROMPTS,
 ) -> list[float]:
-    """The surprise of texts decoded eight at a time, and of their second tokens, by prompt."""
+    """The surprise of texts decoded sixteen at a time, and of their second tokens, by prompt."""
     prompts = [given[i % 2] for i in range(COUNT)]
     assert set(tokenizer.eos_token_ids) == {STOP}
     batch = Generation.of(
@@ -119,7 +119,7 @@ def sample(
     )
     requests = [batch.request(entry) for entry in batch.entries]
     texts: dict[int, list[int]] = {id(request): [] for request in requests}
-    for request, (token, *_) in Decoding(drafter, policy, 8, generation_stream).run(requests):
+    for request, (token, *_) in Decoding(drafter, policy, 16, generation_stream).run(requests):
         texts[id(request)].append(token)
     results = []
     for i, prompt in enumerate(given):

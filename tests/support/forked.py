@@ -78,8 +78,8 @@ def template() -> Template:
 class Forked:
     """A process, as `subprocess.Popen` shows one.
 
-    env: how its environment differs from this process's; None takes a name away. fds: files of its standard streams; a
-    terminal among them is its own if it leads a session.
+    env: how its environment differs from this process's; None takes a name away. fds: files of its
+    standard streams; a terminal among them is its own if it leads a session.
     """
 
     def __init__(

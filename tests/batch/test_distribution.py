@@ -111,7 +111,7 @@ def sample(
     policy: BatchPolicy,
     given: tuple[list[int], list[int]] = PROMPTS,
 ) -> list[float]:
-    """The surprise of texts decoded sixteen at a time, and of their second tokens, by prompt."""
+    """The surprise of texts decoded eight at a time, and of their second tokens, by prompt."""
     prompts = [given[i % 2] for i in range(COUNT)]
     assert set(tokenizer.eos_token_ids) == {STOP}
     batch = Generation.of(
@@ -119,7 +119,7 @@ def sample(
     )
     requests = [batch.request(entry) for entry in batch.entries]
     texts: dict[int, list[int]] = {id(request): [] for request in requests}
-    for request, (token, *_) in Decoding(drafter, policy, 16, generation_stream).run(requests):
+    for request, (token, *_) in Decoding(drafter, policy, 8, generation_stream).run(requests):
         texts[id(request)].append(token)
     results = []
     for i, prompt in enumerate(given):
@@ -160,10 +160,12 @@ class OneTokenBack(Drafter):
 
 def pair(attention: float) -> tuple[nn.Module, Drafter]:
     """attention: how much what comes before the newest token matters."""
-    model = tiny_target(seed=3, vocab_size=V, scale=0.5)
+    model = tiny_target(seed=3, vocab_size=V, scale=0.5, layers=2)
     for layer in model.layers:
         layer.self_attn.o_proj.weight = attention * layer.self_attn.o_proj.weight
-    network = tiny_dflash(model, vocab_size=V, top_k=V, block_size=4).network
+    network = tiny_dflash(
+        model, vocab_size=V, top_k=V, block_size=4, target_layer_ids=(0, 1)
+    ).network
     target = Target(model)
     table = model(mx.arange(V)[:, None])[:, -1].astype(mx.float32)
     drafter = OneTokenBack(network, target, target, table=table)
@@ -208,7 +210,7 @@ def test_copies_leave_the_targets_distribution(
     assert policy.offered > policy.rounds / 4
 
 
-@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "in turn", "fixed"])
+@pytest.mark.parametrize("rule", ["scheduled", "coupled", "narrow", "in turn"])
 def test_texts_follow_the_targets_distribution(
     small: tuple[nn.Module, Drafter], tokenizer: TokenizerWrapper, rule: str
 ) -> None:
@@ -218,7 +220,6 @@ def test_texts_follow_the_targets_distribution(
         "coupled": Coupled(2, needs_evidence=True),
         "narrow": Narrow(2),
         "in turn": InTurn(2),
-        "fixed": FixedLength(1),
     }
     mx.random.seed(9)
     assert max(map(abs, sample(model, tokenizer, drafter, policies[rule]))) < 4

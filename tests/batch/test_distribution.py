@@ -29,6 +29,8 @@ from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.schedule import prepare, schedule_of
 from tests.support.tiny import tiny_dflash, tiny_target
 
+pytestmark = pytest.mark.slow
+
 V, TOKENS, COUNT = 6, 3, 640
 STOP = 2  # the tokenizer's end
 PROMPTS = ([1, 2, 3], [4, 5])

@@ -133,9 +133,14 @@ def test_caches_after_an_early_close(
     assert {c.offset for c in cache_} == {len(prompt) + taken}
 
 
-@pytest.mark.parametrize("after", [0, 2, 7])
-@pytest.mark.parametrize("kind", ["right", "now and then", "random"])
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("after", "kind", "temp"),
+    [
+        (after, kind, float((i + j) % 2))
+        for i, after in enumerate((0, 2, 7))
+        for j, kind in enumerate(("right", "now and then", "random"))
+    ],
+)
 def test_seeded_text_with_copies_after_drafted_tokens(
     model: nn.Module,
     tokenizer: TokenizerWrapper,

@@ -73,7 +73,9 @@ def meeting(seconds: float) -> Iterator[None]:
         "start, so it ends"
     )
     command = [sys.executable, "-S", "-E", "-c", MEET, str(seconds), said, str(os.getpid())]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    watcher = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )  # a terminal's Ctrl-C is not for it
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError, LostRank
+from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate as draft_generate
 from dspine_mlx.group.target import PartOfTarget
 from dspine_mlx.load import same_random_state
@@ -150,11 +150,10 @@ class ResponseGenerator(host.ResponseGenerator):
     def ended(self) -> bool:
         return not self._generation_thread.is_alive()
 
-    def follow(self) -> None:
-        """A rank other than 0: serve in step with it until it stops; `LostRank` if it is lost."""
-        self.join()
-        if self._generation_failed:
-            raise LostRank("this rank of the group has failed; the log above says why")
+    @property
+    def has_failed(self) -> bool:
+        failed: bool = self._generation_failed
+        return failed
 
     def stop_and_join(self) -> None:
         """Stop within STOP_SECONDS; `ended` says whether the thread has ended."""

@@ -28,6 +28,39 @@ sys.argv = {words}
 main()
 """  # a rank 0 whose signs of life are frequent, and counted
 
+SLOW = """
+import sys
+from dspine_mlx.cli import main
+from dspine_mlx.group import shards
+
+def load(*args, **options):
+    from threading import Event
+    print("loading", file=sys.stderr, flush=True)
+    Event().wait()
+
+shards.sharded_load = load
+sys.argv = {words}
+main()
+"""  # a rank whose target never finishes loading
+IN_STEP = """
+import sys
+from threading import Event
+from dspine_mlx.cli import one_sentence
+from dspine_mlx.group.in_step import plain_in_step
+from dspine_mlx.group.meet import meet
+from dspine_mlx.round.sampler import Sampler
+
+sys.excepthook = one_sentence
+group = meet()
+if group.follows:
+    group.follow({target!r}, {{"trust_remote_code": False}})
+with group.leading():
+    _, tokenizer, none = group.load({target!r}, None)
+    for _ in plain_in_step(none.verifier, tokenizer, [5, 6], Sampler(), max_tokens=4000):
+        print("decoding", file=sys.stderr, flush=True)
+        Event().wait()
+"""  # a rank 0 that is at work which the others do by themselves
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -67,13 +100,39 @@ def test_a_stopped_rank_ends_the_others(stopped: int, target: str, tmp_path: Pat
     assert "has waited 12 seconds for another rank" in ended[1 - stopped].said[0]
 
 
-def test_an_interrupt_ends_all(target: str, tmp_path: Path) -> None:
-    ranks = running(target, tmp_path)
-    for process in ranks.processes:  # a terminal's Ctrl-C reaches all of a launch's processes
+def interrupted(ranks: Ranks) -> list[int]:
+    """The statuses of all ranks after a terminal's Ctrl-C, which all end without a word."""
+    for process in ranks.processes:
         process.send_signal(signal.SIGINT)
-    lead, other = ranks.end(60)
-    assert lead.status != 0
-    assert (other.status, other.said, other.out) == (0, [], "")
+    ended = ranks.end(60)
+    for one in ended:
+        assert one.said == []
+        assert "Traceback" not in one.err
+    return [one.status for one in ended]
+
+
+def test_an_interrupt_of_a_text(target: str, tmp_path: Path) -> None:
+    assert interrupted(running(target, tmp_path)) == [128 + signal.SIGINT, 0]
+
+
+def test_an_interrupt_while_ranks_meet(target: str, tmp_path: Path) -> None:
+    ranks = Ranks([[*GENERATE, "--model", target]] * 2, tmp_path, late=1)
+    wait_until(lambda: taken(ranks.ports[0]))
+    assert interrupted(ranks) == [-signal.SIGINT]
+
+
+def test_an_interrupt_while_targets_load(target: str, tmp_path: Path) -> None:
+    words = ["dspine-mlx", *GENERATE[2:], "--model", target]
+    ranks = Ranks([["-c", SLOW.format(words=words)]] * 2, tmp_path)
+    wait_until(lambda: all("loading" in ranks.err(rank).read_text() for rank in (0, 1)))
+    assert interrupted(ranks) == [128 + signal.SIGINT, -signal.SIGINT]
+
+
+def test_an_interrupt_of_work_in_step(target: str, tmp_path: Path) -> None:
+    """The others can't be told, and find rank 0 lost; they know why."""
+    ranks = Ranks([["-c", IN_STEP.format(target=target)]] * 2, tmp_path)
+    wait_until(lambda: "decoding" in ranks.err(0).read_text())
+    assert interrupted(ranks) == [128 + signal.SIGINT] * 2
 
 
 def test_a_reader_that_leaves_ends_all(target: str, tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 OPTIONS = tuple(CASES)
 CASES |= {"raced": {"length": 7, "kernels": "auto"}}
+CASES |= {
+    f"raced {k}": {"length": 7, "kernels": k, "options": QUANTISED} for k in ("auto", "exact")
+}
 BIGRAMS: dict[str, Any] = {"spread": 1.0, "frequency": 0.5}
 CASES |= {
     "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 450}
@@ -65,7 +68,9 @@ TARGETS: dict[str, tuple[str, bool, int, tuple[str, ...]]] = {  # family, pipeli
     "drafters tensors": ("qwen3_5", False, 2, DRAFTED),
     "drafters layers": ("qwen3_moe", True, 2, tuple(c for c in DRAFTED if "seeded" not in c)),
     "bigrams": ("qwen3", False, 2, ("sampled",)),
-    "packed": ("qwen3", False, 2, ("raced",)),  # the last of a launch: it forces what races find
+    # The last of a launch: they force what races find.
+    "packed": ("qwen3", False, 2, ("raced",)),
+    "packed caches": ("qwen3", False, 2, ("raced auto", "raced exact")),
     "four stages": ("qwen3_moe", True, 4, ("greedy", "parked")),
 }
 CHANGES: dict[str, Any] = {"head_dim": 32}
@@ -87,9 +92,10 @@ def save(name: str, folder: Path, parts: int = 0) -> Path:
     return save_target(model_of(name), folder, parts, **config)
 
 
+FORCED = {"packed": "products", "packed caches": "attention"}
 LAUNCHES = {  # targets that share one start
     "options": ("tensors", "hybrid tensors", "layers", "hybrid layers"),
-    "drafters": ("drafters tensors", "drafters layers", "bigrams", "packed"),
+    "drafters": ("drafters tensors", "drafters layers", "bigrams", "packed", "packed caches"),
     "stages": ("four stages",),
 }
 
@@ -108,7 +114,7 @@ def results(
         save(name, target, parts=2 if pipeline else 0)
         own = {case: BASE | CASES[case] for case in cases}
         jobs[name] = {"target": str(target), "pipeline": pipeline, "cases": own}
-        jobs[name]["forced"] = name == "packed"
+        jobs[name]["forced"] = FORCED.get(name)
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     ended = run_ranks(ranks, ["-m", "tests.support.group_texts", str(path)], folder)
@@ -209,6 +215,12 @@ def test_all_ranks_multiply_by_what_rank_0_has_found(results: dict[str, Any]) ->
         }
         assert lead["swapped"] == other["swapped"] == split | {"QuantizedLinear": 1}
         assert lead["digest"] == other["digest"] != ""
+
+
+def test_all_ranks_attend_to_quantised_caches_as_rank_0_has_found(results: dict[str, Any]) -> None:
+    for ranks in [results["packed caches"]] if "packed caches" in results else []:
+        lead, other = (rank["as heads"] for rank in ranks)
+        assert lead == other > 0
 
 
 def test_followers_run_one_forward_per_message(results: dict[str, Any]) -> None:

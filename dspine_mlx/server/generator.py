@@ -14,7 +14,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as plain_generate
 
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.errors import InputError
+from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.generate import stream_generate as draft_generate
 from dspine_mlx.group.target import PartOfTarget
 from dspine_mlx.load import same_random_state
@@ -152,8 +152,7 @@ class ResponseGenerator(host.ResponseGenerator):
 
     @property
     def has_failed(self) -> bool:
-        failed: bool = self._generation_failed
-        return failed
+        return bool(self._generation_failed)
 
     def stop_and_join(self) -> None:
         """Stop within STOP_SECONDS; `ended` says whether the thread has ended."""
@@ -166,6 +165,8 @@ class ResponseGenerator(host.ResponseGenerator):
     def _generate(self) -> None:
         try:
             self.model_provider.load_default()
+        except LostRank:
+            raise
         except (ValueError, OSError, RuntimeError) as error:
             self.load_failure = " ".join(str(error).split())
             return

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -28,7 +29,7 @@ sys.argv = {words}
 main()
 """  # a rank 0 whose signs of life are frequent, and counted
 
-SLOW = """
+LOADING = """
 import sys
 from dspine_mlx.cli import main
 from dspine_mlx.group import shards
@@ -36,12 +37,13 @@ from dspine_mlx.group import shards
 def load(*args, **options):
     from threading import Event
     print("loading", file=sys.stderr, flush=True)
-    Event().wait()
+    {then}
 
 shards.sharded_load = load
 sys.argv = {words}
 main()
-"""  # a rank whose target never finishes loading
+"""  # a rank whose target does not load
+FOR_EVER = "Event().wait()"
 IN_STEP = """
 import sys
 from threading import Event
@@ -67,23 +69,62 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_target(build("qwen3"), tmp_path_factory.mktemp("target") / "random"))
 
 
-def running(target: str, folder: Path, patience: str = "100") -> Ranks:
+def loading(target: str, then: str) -> list[str]:
+    words = ["dspine-mlx", *GENERATE[2:], "--model", target]
+    return ["-c", LOADING.format(words=words, then=then)]
+
+
+def running(target: str, folder: Path, patience: str = "100", split: tuple[str, ...] = ()) -> Ranks:
     """A group in the middle of a long text."""
-    arguments = [*GENERATE, "--model", target, "--patience", patience, *ENDLESS]
+    arguments = [*GENERATE, "--model", target, "--patience", patience, *ENDLESS, *split]
     ranks = Ranks([arguments] * 2, folder)
     assert ranks.out[0].read(1)
     return ranks
 
 
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target that can be a pipeline."""
+    dense = build("qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
+    return str(save_target(dense, tmp_path_factory.mktemp("layers") / "random", parts=2))
+
+
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_ends_the_others(lost: int, target: str, tmp_path: Path) -> None:
-    ranks = running(target, tmp_path)
+@pytest.mark.parametrize("split", [(), ("--pipeline",)], ids=["tensors", "layers"])
+def test_a_killed_rank_ends_the_others(
+    lost: int, split: tuple[str, ...], layers: str, tmp_path: Path
+) -> None:
+    ranks = running(layers, tmp_path, split=split)
     ranks.processes[lost].kill()
     ended = ranks.end(60)
     assert ended[lost].status == -signal.SIGKILL
     assert ended[1 - lost].status == 1
     assert len(ended[1 - lost].said) == 1
     assert f"rank {1 - lost} of 2 lost another rank" in ended[1 - lost].said[0]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_killed_while_it_loads_ends_the_others(
+    lost: int, target: str, tmp_path: Path
+) -> None:
+    commands = [[*GENERATE, "--model", target]] * 2
+    commands[lost] = loading(target, FOR_EVER)
+    ranks = Ranks(commands, tmp_path)
+    wait_until(lambda: "loading" in ranks.err(lost).read_text())
+    ranks.processes[lost].kill()
+    other = ranks.end(60)[1 - lost]
+    assert other.status == 1
+    assert len(other.said) == 1
+    assert f"rank {1 - lost} of 2 lost another rank" in other.said[0]
+
+
+def test_a_rank_that_can_not_load_its_part(target: str, tmp_path: Path) -> None:
+    commands = [[*GENERATE, "--model", target], loading(target, "raise ValueError('no room')")]
+    lead, other = Ranks(commands, tmp_path).end(60)
+    assert lead.status == 2
+    assert len(lead.said) == 1
+    assert lead.said[0].endswith(f"rank 1: {target} can't be loaded as a target: no room")
+    assert (other.status, other.said, other.out) == (0, [], "")
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -122,8 +163,7 @@ def test_an_interrupt_while_ranks_meet(target: str, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_while_targets_load(target: str, tmp_path: Path) -> None:
-    words = ["dspine-mlx", *GENERATE[2:], "--model", target]
-    ranks = Ranks([["-c", SLOW.format(words=words)]] * 2, tmp_path)
+    ranks = Ranks([loading(target, FOR_EVER)] * 2, tmp_path)
     wait_until(lambda: all("loading" in ranks.err(rank).read_text() for rank in (0, 1)))
     assert interrupted(ranks) == [128 + signal.SIGINT, -signal.SIGINT]
 
@@ -194,8 +234,10 @@ def test_other_weights_on_one_rank(target: str, tmp_path: Path) -> None:
 
 def test_refusals_are_rank_0s_alone(target: str, tmp_path: Path) -> None:
     """Before anything is loaded, and after the target is: one sentence, by one rank."""
+    weightless = shutil.copytree(target, tmp_path / "weightless")
+    (weightless / "model.safetensors").write_bytes(b"")
     cases = {
-        "can't split by layers": ["--model", target, "--pipeline"],
+        "can't split by layers": ["--model", str(weightless), "--pipeline"],
         "max_tokens is 0": ["--model", target, "-m", "0"],
         str(tmp_path / "none"): ["--model", target, "--draft-model", str(tmp_path / "none")],
     }
@@ -208,12 +250,12 @@ def test_refusals_are_rank_0s_alone(target: str, tmp_path: Path) -> None:
 
 
 def test_one_text_in_json(tmp_path: Path) -> None:
-    """The pair that ships, drafted for by two processes, of which one comes late; only rank 0
-    prints."""
+    """The pair that ships, drafted for by two processes, of which one comes late and has no
+    drafter; only rank 0 prints."""
     arguments = [*GENERATE, "-m", "16", "--json", "--verify-length", "7"]
     ranks = Ranks([arguments] * 2, tmp_path, late=1)
     wait_until(lambda: taken(ranks.ports[0]))  # rank 0 waits for the other
-    ranks.start(1, arguments)
+    ranks.start(1, [*arguments, "--draft-model", str(tmp_path / "none")])
     lead, follower = ranks.end()
     (alone,) = run_ranks(1, arguments, tmp_path)
     two, one = json.loads(lead.out), json.loads(alone.out)

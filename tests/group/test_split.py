@@ -19,6 +19,9 @@ def folder_of(family: str, tmp_path: Path, parts: int = 0, **changes: int) -> Pa
 
 
 def refusal(folder: Path, size: int, pipeline: bool) -> str:
+    """What is said without any weights."""
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
     with pytest.raises(InputError) as caught:
         check_split(folder, "the model", size, pipeline)
     sentence = str(caught.value)

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.channel import Channel
+from dspine_mlx.group.connections import Connections, connections
 from dspine_mlx.group.interrupts import INTERRUPTED, at_once, noticed, uninterrupted
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.no_drafter import NoDrafter
@@ -31,9 +32,15 @@ class Group:
     pipeline: split the target by layers, not by tensors.
     """
 
-    def __init__(self, group: mx.distributed.Group, pipeline: bool, seconds: float = SECONDS):
+    def __init__(
+        self,
+        group: mx.distributed.Group,
+        pipeline: bool,
+        seconds: float = SECONDS,
+        connections: Connections | None = None,
+    ):
         self.rank, self.size, self.pipeline = group.rank(), group.size(), pipeline
-        self.channel = Channel(group, Watchdog(self.rank, self.size, seconds))
+        self.channel = Channel(group, Watchdog(self.rank, self.size, seconds, connections))
         self.target: LeadTarget | None = None  # rank 0's, once it is loaded
 
     @property
@@ -127,13 +134,15 @@ def leave() -> NoReturn:
 
 def meet(pipeline: bool = False, seconds: float = SECONDS) -> Group | None:
     """The group that this process belongs to, or None if it is the only one."""
+    before = connections().keys()
     if RANK in os.environ:
         with meeting(seconds), at_once():
             group = mx.distributed.init()
     else:
         group = mx.distributed.init()
     if group.size() > 1:
-        return Group(group, pipeline, seconds)
+        made = {number: to for number, to in connections().items() if number not in before}
+        return Group(group, pipeline, seconds, Connections(made))
     if pipeline:
         raise InputError("--pipeline needs several machines: start this command with mlx.launch")
     return None

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -247,9 +248,8 @@ def test_regenerate_answers_every_turn_after_its_own_earlier_answers(
     def greedy(conversation: list[dict[str, str]], count: int) -> str:
         prompt = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
         step = generate_step(mx.array(prompt), model, max_tokens=count)
-        ids = [token for token, _ in step]
-        ends = [i for i, token in enumerate(ids) if token in tokenizer.eos_token_ids]
-        return tokenizer.decode(ids[: ends[0]] if ends else ids)
+        ids = takewhile(lambda token: token not in tokenizer.eos_token_ids, (t for t, _ in step))
+        return tokenizer.decode(list(ids))
 
     def regenerated(name: str, count: int, *more: Any) -> dict:
         args = ("--model", DEMO / "target", "--temperature", 0, "--max-tokens", count, *more)

@@ -49,25 +49,29 @@ class Recorder(Fixed):
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         return False
 
-    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        self.found, self.lookup, self.begun = [], lookup, len(lookup.tokens)
-        known, copies = Disagreement.of(draft, lookup), self.copies
-        if known is None or copies is None or draft.evidence is None:
-            return None
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
+        assert draft.evidence is not None
         odds = draft.evidence.log_odds()
-        for copy in lookup.splices(draft.tokens.tolist()):
-            if copy.after < self.tokens:
-                facts = known.facts(copy, copies.of(copy)[0], 0.5)
-                facts[DRAFTED] = odds[copy.after]  # until it is calibrated
-                self.found.append((copy, facts))
-        return None
-
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
+        self.note_copies(draft, odds, lookup)
         self.whole = limit >= self.tokens
         if self.whole:
-            assert draft.evidence is not None
-            self.evidence.append(draft.evidence.log_odds())
-        return min(self.tokens, limit)
+            self.evidence.append(odds)
+        return None, min(self.tokens, limit)
+
+    def note_copies(self, draft: Draft, odds: list[float], lookup: Lookup | None) -> None:
+        """Take note of what copies say that leave this draft, whose evidence is `odds`."""
+        self.found = []
+        known = None if lookup is None else Disagreement.of(draft, lookup)
+        if lookup is None or known is None or self.copies is None:
+            return
+        self.lookup, self.begun = lookup, len(lookup.tokens)
+        for copy in lookup.splices(draft.tokens.tolist()):
+            if copy.after < self.tokens:
+                facts = known.facts(copy, self.copies.of(copy)[0], 0.5)
+                facts[DRAFTED] = odds[copy.after]  # until it is calibrated
+                self.found.append((copy, facts))
 
     def learn(self, accepted: int, offered: int) -> None:
         if self.whole and offered == self.tokens:

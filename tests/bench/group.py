@@ -58,12 +58,12 @@ def measure(target: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, 
         for mode, found in ratios.items():
             drafted = {"verify_length": lengths[mode], "lookup": False} | options
             ours = partial(stream_generate, target.model, tokenizer, prompt, drafter, **drafted)
-            ways: dict[str, Callable[[], Iterable[Any]]] = {
+            runs: dict[str, Callable[[], Iterable[Any]]] = {
                 "plain": partial(plain_in_step, target, tokenizer, prompt, Sampler(), **options),
                 "ours": ours,
             }
-            order = ways if seed % 2 else reversed(ways)
-            taken = {way: seconds(ways[way]()) for way in order}
+            order = runs if seed % 2 else reversed(runs)
+            taken = {run: seconds(runs[run]()) for run in order}
             found.append(taken["plain"] / taken["ours"])
             say(f"text {seed}, {mode}: {found[-1]:.3f}")
         if time.monotonic() - begun > args.seconds:

@@ -96,8 +96,7 @@ def test_recorded_rounds_hold_their_disagreements() -> None:
         lookup, recorder = Lookup(tokens=[1, 2, 3, 4, 5, 6, 1, 2, 3]), Recorder(3)
         lookup.chances = recorder.copies
         draft = draft_of([4, 7, 8], [[0.9, 0.1], [0.6, 0.4], [0.5, 0.4]], others=5)
-        assert recorder.splice(draft, lookup, 3, 0) is None
-        recorder.length(draft, 3, 0, 0.0)
+        assert recorder.choose(draft, lookup, 3, 0, 0.0) == (None, 3)
         lookup.add([4, following])
         recorder.learn(1, 3)
         assert [row[-1] for row in recorder.disagreements] == won

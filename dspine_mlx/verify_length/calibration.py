@@ -9,17 +9,20 @@ with T, b and s fitted per slot and serving mode; a prefix is accepted with the 
 chances. Below even odds a sampled draft has a slope of its own, which may be negative: where a name
 can be chosen freely, drafter and target are equally flat, so the least certain drafts are not those
 rejected most.
+
+A calibration also has the weights that decide between a draft and a copy of earlier text
+(`dspine_mlx.verify_length.disagreement`).
 """
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.verify_length.disagreement import INDEPENDENT
 
 LIMIT = 20.0  # log-odds beyond are certainty
 STEEPEST = 1e3  # what a file may state: far beyond what is ever fitted
@@ -36,27 +39,20 @@ class Calibration:
     ece_before: float | None = None  # mean over the slots, on held-out prompts
     ece_after: float | None = None
     slopes: tuple[float, ...] = ()  # s; empty: 1 / T
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Calibration":
-        """Read from JSON; ValueError, KeyError or TypeError when it is not a calibration."""
-        T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
-        errors = [data[name] for name in ("ece_before", "ece_after")]
-        before, after = (None if error is None else float(error) for error in errors)
-        if not all(1 / STEEPEST <= t <= STEEPEST for t in T):
-            raise ValueError(f"temperatures must lie between {1 / STEEPEST} and {STEEPEST}")
-        if not all(abs(number) <= STEEPEST for number in (*b, *s)):
-            raise ValueError(f"biases and slopes must lie within {STEEPEST}")
-        return cls(T, b, int(data["rounds"]), before, after, s)
+    copy_weights: tuple[float, ...] = ()  # empty: as if copies and drafts were independent
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
-        if len(self.biases) != slots or not min(self.temperatures, default=1) > 0:
-            raise ValueError("temperatures must be above 0, with one bias for each")
+        if len(self.biases) != slots:
+            raise ValueError("there must be one bias for each temperature")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")
-        if not np.isfinite([*self.temperatures, *self.biases, *self.slopes]).all():
-            raise ValueError("temperatures, biases and slopes must be finite")
+        if len(self.copy_weights) not in (0, len(INDEPENDENT)):
+            raise ValueError(f"there must be {len(INDEPENDENT)} copy weights, or none")
+        if not all(1 / STEEPEST <= t <= STEEPEST for t in self.temperatures):
+            raise ValueError(f"temperatures must lie between {1 / STEEPEST} and {STEEPEST}")
+        if not all(abs(x) <= STEEPEST for x in (*self.biases, *self.slopes, *self.copy_weights)):
+            raise ValueError(f"biases, slopes and copy weights must lie within {STEEPEST}")
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""

@@ -143,8 +143,11 @@ def test_rows_share_each_key() -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("parts", "S"), [(1, 258), (8, 258), (8, 4098), (32, 4098)])
+@pytest.mark.parametrize(
+    ("dtype", "parts", "S"),
+    [(mx.float32, 1, 258), (mx.bfloat16, 1, 258), (mx.float32, 8, 258), (mx.bfloat16, 8, 258),
+     (mx.float32, 8, 4098), (mx.bfloat16, 32, 4098)],
+)  # fmt: skip
 def test_rows_as_heads_over_a_quantised_cache(
     dtype: mx.Dtype, parts: int, S: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +244,7 @@ def test_limits() -> None:
         "a mask that is not plainly causal": (q, context._replace(mask=window_mask(3, 150, 9))),
         "4 heads of 72 and 64, 2 of keys": case(sizes=(72, 64))[:2],
         "34 heads of 64 and 64, 2 of keys": case(heads=34)[:2],
+        "4 heads of 512 and 512, 2 of keys": case(mx.bfloat16, sizes=(512, 512))[:2],
         "1 rows; from 2 to 32 are served": (q[:, :, :1], context),
     }
     for reason, (rows, to) in unserved.items():

@@ -45,7 +45,9 @@ class Follower:
         checkpoints: Checkpoints | None = None,
     ):
         self.target, self.channel, self.cache = target, target.channel, cache
-        self.kv, self.ids = KVQuantization(*job["kv"]), tuple(job["taps"])
+        self.kv = KVQuantization(*job["kv"])
+        taps = job["taps"] if target.pipelined else ()  # if not, rank 0 has all of them
+        self.ids = tuple(taps)
         self.checkpoints = checkpoints or {}
         self.rollback = Rollback(cache, target.model)
         self.check_position(job["held"])

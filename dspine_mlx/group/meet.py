@@ -1,7 +1,6 @@
 """A command on several machines: rank 0 runs it, the others follow until it is over."""
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.channel import Channel
+from dspine_mlx.group.connections import Connections, connections
+from dspine_mlx.group.interrupts import INTERRUPTED, at_once, noticed, uninterrupted
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.group.shards import check_rollback, load_part, see_whole
@@ -31,9 +32,15 @@ class Group:
     pipeline: split the target by layers, not by tensors.
     """
 
-    def __init__(self, group: mx.distributed.Group, pipeline: bool, seconds: float = SECONDS):
+    def __init__(
+        self,
+        group: mx.distributed.Group,
+        pipeline: bool,
+        seconds: float = SECONDS,
+        connections: Connections | None = None,
+    ):
         self.rank, self.size, self.pipeline = group.rank(), group.size(), pipeline
-        self.channel = Channel(group, Watchdog(self.rank, self.size, seconds))
+        self.channel = Channel(group, Watchdog(self.rank, self.size, seconds, connections))
         self.target: LeadTarget | None = None  # rank 0's, once it is loaded
 
     @property
@@ -55,8 +62,9 @@ class Group:
         settings = tokenizer_config or {"trust_remote_code": False}
         module, tokenizer = load_part(model, self.channel, self.pipeline, settings)
         target = LeadTarget(module, self.channel)
-        check_rollback(target)
-        self.target = target
+        with uninterrupted():  # from here on the others leave Ctrl-C to this rank
+            check_rollback(target)
+            self.target = target
         if draft is None:
             return module, tokenizer, NoDrafter(target)
         see_whole(target, model)
@@ -66,15 +74,20 @@ class Group:
     def follow(self, model: str, tokenizer_config: dict[str, Any]) -> None:
         """The others: load their part, and follow until rank 0 is done; then the process ends.
 
-        An interrupt is for rank 0, which then ends the others.
+        Ctrl-C, which reaches all ranks, ends this one while models load. Later it is for rank 0,
+        which tells the others. Only if that can't (they are at work of their own) its loss says it.
         """
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        interrupts: list[Any] = []
         try:
-            module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
-            target = PartOfTarget(module, self.channel)
-            check_rollback(target)
-            Jobs(target, tokenizer).run()
+            with at_once():
+                module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
+                target = PartOfTarget(module, self.channel)
+                check_rollback(target)
+            with noticed() as interrupts:
+                Jobs(target, tokenizer).run()
         except RuntimeError as error:  # of any evaluation, when a rank is lost
+            if interrupts:
+                os._exit(INTERRUPTED)
             self.channel.note(error)
             raise
         sys.exit(0)
@@ -116,18 +129,20 @@ def leave() -> NoReturn:
     if kind is not None and error is not None:
         sys.excepthook(kind, error, traceback)
     sys.stdout.flush()
-    os._exit(1)
+    os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def meet(pipeline: bool = False, seconds: float = SECONDS) -> Group | None:
     """The group that this process belongs to, or None if it is the only one."""
+    before = connections().keys()
     if RANK in os.environ:
-        with meeting(seconds):
+        with meeting(seconds), at_once():
             group = mx.distributed.init()
     else:
         group = mx.distributed.init()
     if group.size() > 1:
-        return Group(group, pipeline, seconds)
+        made = {number: to for number, to in connections().items() if number not in before}
+        return Group(group, pipeline, seconds, Connections(made))
     if pipeline:
         raise InputError("--pipeline needs several machines: start this command with mlx.launch")
     return None

@@ -15,6 +15,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, load_model, shard
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.channel import Channel
+from dspine_mlx.group.interrupts import uninterrupted
 from dspine_mlx.group.target import PartOfTarget, plain_type
 from dspine_mlx.group.watchdog import LOADING
 from dspine_mlx.load import resolve, same_random_state
@@ -139,9 +140,20 @@ def load_part(
         with opening(name), same_random_state(), channel.watchdog.watching(LOADING):
             model, tokenizer = sharded_load(source, *parts, tokenizer_config=tokenizer_config)
     except InputError as error:
-        problem = str(error)
+        problem = why_not_loaded(error, channel)
     channel.agree(problem, LOADING)
     return model, tokenizer
+
+
+def why_not_loaded(error: Exception, channel: Channel) -> str:
+    """What is wrong, from a rank that can't load its part: it takes part in the sum at the end of
+    mlx-lm's `sharded_load`, where the others wait. `LostRank` if another one is gone."""
+    cause = error.__cause__ or error
+    if isinstance(cause, RuntimeError):
+        channel.note(cause)
+    with uninterrupted(), channel.watchdog.watching(LOADING):
+        channel.settled(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
+    return " ".join(str(error).split())
 
 
 def check_rollback(target: PartOfTarget) -> None:

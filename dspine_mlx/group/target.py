@@ -52,7 +52,8 @@ class PartOfTarget(Target):
         for, and features [1, n, m*d] of the taps.
 
         A head that is split by vocabulary has a collective after the layers': it is evaluated for a
-        verify forward and for a single row, not for prefill.
+        verify forward and for a single row, not for prefill. There rank 0 evaluates its logits
+        before the sum of features, which the others have sent by then.
         """
         here = [i for i in ids if i < len(self.layers) and self.layers[i] is not None]
         body = [(self.body, self._recording[type(self.body)])]  # after all of its collectives
@@ -70,8 +71,9 @@ class PartOfTarget(Target):
                 features = self.channel.sum(mx.depends(features, states))
         else:
             features = mx.concatenate(list(parts.values()) or [states[..., :0]], axis=-1)
-        wanted = self.split_head and (verify or tokens.size == 1)
-        mx.async_eval(states, features, *([logits] if wanted else []))
+        wanted = (self.split_head or self.channel.rank == 0) and (verify or tokens.size == 1)
+        mx.async_eval(states, *([logits] if wanted else []))
+        mx.async_eval(features)
         return logits[0], features
 
 

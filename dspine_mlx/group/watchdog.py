@@ -13,9 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dspine_mlx.group.connections import Connections
+
 SECONDS = 300.0  # that a rank waits for the others within a text
 LOADING = 3600.0  # that ranks with their part loaded wait for the others
 LOOK = 0.2  # between two looks at the clock
+GRACE = 3.0  # that MLX has to report a closed connection itself
 # A process of its own: MLX holds Python's lock while it connects.
 MEET = (
     "import os, select, sys\n"
@@ -26,10 +29,18 @@ MEET = (
 
 
 class Watchdog:
-    """Armed while this rank waits for others; ends the process when `seconds` have passed."""
+    """Armed while this rank waits for others; ends the process when `seconds` have passed, or when
+    a connection to one of them is closed and nothing else has noticed it."""
 
-    def __init__(self, rank: int, size: int, seconds: float = SECONDS):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        seconds: float = SECONDS,
+        connections: Connections | None = None,
+    ):
         self.rank, self.size, self.seconds = rank, size, seconds
+        self.connections = connections or Connections({})
         self.limit, self.deadline = seconds, math.inf
         self.thread: threading.Thread | None = None
 
@@ -54,14 +65,18 @@ class Watchdog:
             self.disarm()
 
     def watch(self) -> None:
+        alone = 0.0
         while time.monotonic() < self.deadline:
             time.sleep(LOOK)
-        print(
-            f"dspine-mlx: rank {self.rank} of {self.size} has waited {self.limit:.0f} seconds for "
-            "another rank, so the group ends",
-            file=sys.stderr,
-            flush=True,
-        )
+            waits = self.deadline < math.inf
+            alone = alone + LOOK if waits and self.connections.closed else 0.0
+            if alone > GRACE:
+                self.end("lost another rank")
+        self.end(f"has waited {self.limit:.0f} seconds for another rank")
+
+    def end(self, what: str) -> None:
+        said = f"dspine-mlx: rank {self.rank} of {self.size} {what}, so the group ends"
+        print(said, file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -73,7 +88,9 @@ def meeting(seconds: float) -> Iterator[None]:
         "start, so it ends"
     )
     command = [sys.executable, "-S", "-E", "-c", MEET, str(seconds), said, str(os.getpid())]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    watcher = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )  # a terminal's Ctrl-C is not for it
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.server.connections import Connections, Server
 from dspine_mlx.server.generator import ResponseGenerator
 from dspine_mlx.server.handler import Handler
+from dspine_mlx.server.in_group import follow
 from dspine_mlx.server.options import Options
 from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.provider import Provider, reachable
@@ -51,8 +52,7 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
     host.stream_generate = generator.stream_generate
     host.BatchGenerator = generator.batching.batch_generator
     if provider.group is not None and provider.group.follows:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the others
-        return generator.follow()
+        return follow(generator)
     if options.api_key is None and reachable(address):
         logging.warning(f"anyone who reaches {address}:{port} can use this server: set --api-key")
     on_sigterm(signal.default_int_handler)

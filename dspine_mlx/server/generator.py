@@ -150,11 +150,9 @@ class ResponseGenerator(host.ResponseGenerator):
     def ended(self) -> bool:
         return not self._generation_thread.is_alive()
 
-    def follow(self) -> None:
-        """A rank other than 0: serve in step with it until it stops; `LostRank` if it is lost."""
-        self.join()
-        if self._generation_failed:
-            raise LostRank("this rank of the group has failed; the log above says why")
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._generation_failed)
 
     def stop_and_join(self) -> None:
         """Stop within STOP_SECONDS; `ended` says whether the thread has ended."""
@@ -167,6 +165,8 @@ class ResponseGenerator(host.ResponseGenerator):
     def _generate(self) -> None:
         try:
             self.model_provider.load_default()
+        except LostRank:
+            raise
         except (ValueError, OSError, RuntimeError) as error:
             self.load_failure = " ".join(str(error).split())
             return

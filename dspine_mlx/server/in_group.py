@@ -5,6 +5,8 @@ step. What only rank 0 can know is decided before a request is shared: whether i
 its tokens, and whether it is drafted. A text that is served alone is rank 0's: it may end anywhere.
 """
 
+import signal
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -19,11 +21,13 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import LostRank
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.follow import Followed, Follower
+from dspine_mlx.group.interrupts import at_once, handled
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.server.decoding import Arguments, checked, drafting, observed
 from dspine_mlx.server.grammar import constraint
 
 STOP = "stop"
+LOOK = 0.1  # seconds between two looks at a target that loads
 
 
 class Stopped(Exception):
@@ -108,6 +112,18 @@ def followed(
     logprobs = mx.zeros((target.vocab_size,))
     for token in text.tokens[len(prompt) :]:
         yield SimpleNamespace(text="", token=token, logprobs=logprobs, finish_reason=None)
+
+
+def follow(generator: Any) -> None:
+    """A rank other than 0: serve in step with it until it stops; `LostRank` if it is lost. Ctrl-C
+    ends this rank while its part loads; later it is for rank 0."""
+    with at_once():
+        while generator.model_provider.part is None and not generator.ended:
+            time.sleep(LOOK)
+    with handled(signal.SIG_IGN):
+        generator.join()
+    if generator.has_failed:
+        raise LostRank("this rank of the group has failed; the log above says why")
 
 
 def check_group(target: PartOfTarget | None) -> None:

@@ -20,7 +20,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.meet import meet
 from dspine_mlx.group.no_drafter import NoDrafter
-from dspine_mlx.group.shards import check_part, check_rollback, see_whole
+from dspine_mlx.group.shards import check_part, check_rollback, see_whole, why_not_loaded
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.group.watchdog import LOADING
 from dspine_mlx.load import DEMO, load_drafter, read_config, resolve, same_random_state
@@ -205,7 +205,7 @@ class Provider(host.ModelProvider):
             with same_random_state():
                 successor._load(model_path, None, None)
         except Exception as error:  # noqa: BLE001  # mlx_lm may raise anything
-            problem = f"{model_path} can't be loaded: {' '.join(str(error).split())}"
+            problem = f"{model_path} can't be loaded: {why_not_loaded(error, channel)}"
         channel.agree(problem, LOADING)
         caches = len(make_prompt_cache(successor.model))
         self.succeed(successor, read_config(resolve(model_path)), caches)

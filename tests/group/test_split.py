@@ -1,4 +1,4 @@
-"""What can't be split is refused before anything is loaded, in one sentence."""
+"""What can't be split is refused before anything is loaded, in one sentence; what ranks share."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,15 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from dspine_mlx.drafters.dflash import DFlash
 from dspine_mlx.errors import InputError, LostRank
 from dspine_mlx.group.channel import Channel
 from dspine_mlx.group.shards import INDEX, check_alike, check_split, fingerprint
 from dspine_mlx.group.watchdog import Watchdog
-from tests.support.families import build
+from dspine_mlx.target.ranks import Alone
+from dspine_mlx.verify_length.store import pair_key
+from tests.support.families import build, drafter_config
+from tests.support.message_log import lead
 from tests.support.ranks import save_target
 
 
@@ -19,6 +23,9 @@ def folder_of(family: str, tmp_path: Path, parts: int = 0, **changes: int) -> Pa
 
 
 def refusal(folder: Path, size: int, pipeline: bool) -> str:
+    """What is said without any weights."""
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
     with pytest.raises(InputError) as caught:
         check_split(folder, "the model", size, pipeline)
     sentence = str(caught.value)
@@ -127,3 +134,17 @@ def test_which_errors_mean_a_lost_rank() -> None:
     with pytest.raises(LostRank, match="rank 0 of 1 lost another rank"):
         channel.note(RuntimeError("[ring] connection to a peer was lost"))
     assert channel.closed
+
+
+def test_costs_are_kept_per_group_and_split() -> None:
+    """A pair's own costs, those of two ranks, of three, and of two in a pipeline."""
+    target, _ = lead(build("qwen3_moe"))
+    drafter = DFlash(drafter_config(target.model)).bind(target)
+    keys = []
+    for size, split in ((2, "tensor"), (3, "tensor"), (2, "pipeline")):
+        target.group.size, target.group.split = size, split
+        keys.append(pair_key(drafter))
+        assert keys[-1]["backend"] in ("ring", "jaccl", "mpi", "nccl")
+    target.ranks = Alone()
+    keys.append(pair_key(drafter))
+    assert len({json.dumps(key, sort_keys=True) for key in keys}) == 4

@@ -37,6 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 OPTIONS = tuple(CASES)
 CASES |= {"raced": {"length": 7, "kernels": "auto"}}
+CASES |= {
+    f"raced {k}": {"length": 7, "kernels": k, "options": QUANTISED} for k in ("auto", "exact")
+}
 BIGRAMS: dict[str, Any] = {"spread": 1.0, "frequency": 0.5}
 CASES |= {
     "sampled": {"length": 4, "drafter": "knowing", "bigrams": BIGRAMS, "max_tokens": 450}
@@ -57,16 +60,21 @@ CASES |= {
 }
 DRAFTED = tuple(case for case in CASES if CASES[case].get("drafter") in KINDS)
 FEW = ("greedy", "parked", "seeded")
+MORE = (*FEW, "quantised", "window")
 TARGETS: dict[str, tuple[str, bool, int, tuple[str, ...]]] = {  # family, pipeline, ranks, cases
     "tensors": ("qwen3", False, 2, OPTIONS),
     "hybrid tensors": ("qwen3_5", False, 2, FEW),
-    "layers": ("qwen3_moe", True, 2, (*FEW, "quantised")),
+    "layers": ("qwen3_moe", True, 2, MORE),
     "hybrid layers": ("qwen3_5", True, 2, FEW),
     "drafters tensors": ("qwen3_5", False, 2, DRAFTED),
     "drafters layers": ("qwen3_moe", True, 2, tuple(c for c in DRAFTED if "seeded" not in c)),
     "bigrams": ("qwen3", False, 2, ("sampled",)),
-    "packed": ("qwen3", False, 2, ("raced",)),  # the last of a launch: it forces what races find
-    "four stages": ("qwen3_moe", True, 4, ("greedy", "parked")),
+    # The last of a launch: they force what races find.
+    "packed": ("qwen3", False, 2, ("raced",)),
+    "packed caches": ("qwen3", False, 2, ("raced auto", "raced exact")),
+    "half tensors": ("qwen3", False, 2, ("greedy",)),
+    "half layers": ("qwen3_moe", True, 2, ("greedy",)),
+    "four stages": ("qwen3_moe", True, 4, MORE),
 }
 CHANGES: dict[str, Any] = {"head_dim": 32}
 DENSE: dict[str, Any] = {"mlp_only_layers": [0, 1, 2, 3]}
@@ -79,7 +87,10 @@ def model_of(name: str) -> Any:
         return bigram_target(SMALL["vocab_size"], **BIGRAMS)
     dense = DENSE if family == "qwen3_moe" else {}
     bits = PACKING["bits"] if name == "packed" else None
-    return build(family, bits, **CHANGES | dense | (SMALL if "drafters" in name else {}))
+    model = build(family, bits, **CHANGES | dense | (SMALL if "drafters" in name else {}))
+    if "half" in name:
+        model.set_dtype(mx.float16)
+    return model
 
 
 def save(name: str, folder: Path, parts: int = 0) -> Path:
@@ -87,9 +98,13 @@ def save(name: str, folder: Path, parts: int = 0) -> Path:
     return save_target(model_of(name), folder, parts, **config)
 
 
+FORCED = {"packed": "products", "packed caches": "attention"}
 LAUNCHES = {  # targets that share one start
-    "options": ("tensors", "hybrid tensors", "layers", "hybrid layers"),
-    "drafters": ("drafters tensors", "drafters layers", "bigrams", "packed"),
+    "options": (
+        *("tensors", "hybrid tensors", "half tensors"),
+        *("layers", "hybrid layers", "half layers"),
+    ),
+    "drafters": ("drafters tensors", "drafters layers", "bigrams", "packed", "packed caches"),
     "stages": ("four stages",),
 }
 
@@ -108,7 +123,7 @@ def results(
         save(name, target, parts=2 if pipeline else 0)
         own = {case: BASE | CASES[case] for case in cases}
         jobs[name] = {"target": str(target), "pipeline": pipeline, "cases": own}
-        jobs[name]["forced"] = name == "packed"
+        jobs[name]["forced"] = FORCED.get(name)
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     ended = run_ranks(ranks, ["-m", "tests.support.group_texts", str(path)], folder)
@@ -153,7 +168,10 @@ def test_every_drafter_has_tokens_accepted(results: dict[str, Any]) -> None:
 def test_texts_are_those_of_one_process(
     results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """Not in half precision, where split tensors are summed otherwise."""
     for name, (lead, *_) in results.items():
+        if name == "half tensors":
+            continue
         folder = save(name, tmp_path_factory.mktemp("one") / "target")
         model, tokenizer = mlx_lm.load(str(folder))
         tokenizer.eos_token_ids = None
@@ -209,6 +227,12 @@ def test_all_ranks_multiply_by_what_rank_0_has_found(results: dict[str, Any]) ->
         }
         assert lead["swapped"] == other["swapped"] == split | {"QuantizedLinear": 1}
         assert lead["digest"] == other["digest"] != ""
+
+
+def test_all_ranks_attend_to_quantised_caches_as_rank_0_has_found(results: dict[str, Any]) -> None:
+    for ranks in [results["packed caches"]] if "packed caches" in results else []:
+        lead, other = (rank["as heads"] for rank in ranks)
+        assert lead == other > 0
 
 
 def test_followers_run_one_forward_per_message(results: dict[str, Any]) -> None:

@@ -28,8 +28,10 @@ from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.group.shards import check_rollback, load_part, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.load import settle_verify_kernels
+from dspine_mlx.metal import exact_attention
+from dspine_mlx.metal.exact_attention import AsHeads
 from dspine_mlx.round.sampler import Sampler
-from dspine_mlx.target import race, row_kernels
+from dspine_mlx.target import attention_race, equal_rows, race, row_kernels
 from dspine_mlx.target.products import STOCK, UNPACKED
 from dspine_mlx.target.race import Verdict
 from dspine_mlx.target.row_kernels import RowKernels
@@ -128,7 +130,7 @@ def decoded(
     }
 
 
-def force_verdicts(rank: int) -> None:
+def force_products(rank: int) -> None:
     """Race as where a BLAS makes rows differ; rank 0 finds that unpacking wins everywhere, and the
     others that it never does."""
     row_kernels.blas_differs = lambda: True
@@ -137,17 +139,45 @@ def force_verdicts(rank: int) -> None:
     race.Race.verdict = lambda self, matrices, rows, dtype: found  # type: ignore[method-assign]
 
 
+def force_attention(rank: int) -> None:
+    """Race as on Metal, also for short contexts; rank 0 finds that rows over quantised caches are
+    best as heads, and the others that they never are. How often they are so is counted."""
+    machine = race.Machine(metal=True, architecture="applegpu_g14s")
+    race.Machine.here = classmethod(lambda cls: machine)  # type: ignore[assignment]
+    attention_race.LONG, equal_rows.DEPTHS = (16,), (70,)
+    won, lost = Verdict(AsHeads(), f"rank {rank}'s"), Verdict(STOCK, f"rank {rank}'s")
+    race.Race.verdict = lambda *race: lost  # type: ignore[method-assign]
+    row_kernels.attention_verdict = lambda race, shape, rows: (
+        won if shape.bits and not rank else lost
+    )
+    made = exact_attention.attend_as_heads
+
+    def attend_as_heads(*attention: Any) -> mx.array:
+        as_heads.append(1)
+        return made(*attention)
+
+    exact_attention.attend_as_heads = attend_as_heads
+
+
+FORCED = {"products": force_products, "attention": force_attention}
+
+
 def described(target: PartOfTarget) -> dict[str, Any]:
     """What a rank has of a target, and what multiplies there in verify forwards of 8 rows."""
     kernels = target.verify_kernels
     swaps = kernels.swaps[8] if isinstance(kernels, RowKernels) else []
     kinds = Counter(cls.__name__ for _, cls in swaps)
-    return {"bytes": layer_bytes(target), "digest": kernels.digest, "swapped": kinds}
+    return {
+        "bytes": layer_bytes(target),
+        "digest": kernels.digest,
+        "swapped": kinds,
+        "as heads": len(as_heads),
+    }
 
 
 def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
     if job["forced"]:
-        force_verdicts(group.rank)
+        FORCED[job["forced"]](group.rank)
     model, tokenizer = load_part(job["target"], group.channel, job["pipeline"], {"x": None})
     tokenizer.eos_token_ids = None  # all texts go on to their last token
     if group.follows:
@@ -166,6 +196,7 @@ def run(group: Group, job: dict[str, Any]) -> dict[str, Any]:
 
 
 texts: list[dict[str, Any]] = []
+as_heads: list[int] = []  # one for each time that rows attended so
 
 
 def main() -> None:

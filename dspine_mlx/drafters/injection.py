@@ -13,8 +13,11 @@ class Messages(nn.Module):
     so that one product serves all three.
     """
 
-    def __init__(self, layers: int, hidden: int, rank: int, size: int):
+    def __init__(self, layers: int, hidden: int, rank: int, size: int, reads: bool = True):
+        """reads: whether each layer has a readout of its own, R_l [r, d]."""
         super().__init__()
+        if reads:  # first: files of calibrations know a drafter by the order of its parameters
+            self.readouts = [nn.Linear(hidden, rank, bias=False) for _ in range(layers)]
         self.writes = [nn.Linear(size, hidden, bias=False) for _ in range(layers)]
         self.gates = nn.Linear(rank, 3 * size, bias=False)
         self.bias = mx.zeros((size,))
@@ -30,10 +33,6 @@ class Injection(Messages):
     z_t = sqrt(r) R_l u_t / ||R_l u_t|| is what slot t predicts, in the space of the codes C.
     """
 
-    def __init__(self, layers: int, hidden: int, rank: int, size: int):
-        super().__init__(layers, hidden, rank, size)
-        self.readouts = [nn.Linear(hidden, rank, bias=False) for _ in range(layers)]
-
 
 class EarlierInjection(Messages):
     """The same from two slots back, before `Injection`, which takes v in place of u:
@@ -43,6 +42,9 @@ class EarlierInjection(Messages):
     z are the readouts of u, by the same R_l. Slot 2 receives from the anchor's code, slot 1
     nothing. The paper injects from one slot back only.
     """
+
+    def __init__(self, layers: int, hidden: int, rank: int, size: int):
+        super().__init__(layers, hidden, rank, size, reads=False)
 
     def receive(
         self,

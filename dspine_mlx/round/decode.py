@@ -77,7 +77,8 @@ def decode(
 
 def warn_of_misfit(text: Text) -> None:
     """Warn once per drafter if its texts accept far fewer tokens than any drafter that fits."""
-    said = text.drafter.misfit.text_over(text.statistics.own_drafts)
+    done = text.statistics
+    said = text.drafter.misfit.text_over(done.own_drafts, done.promised)
     if said is not None:
         log.warning(said)
 

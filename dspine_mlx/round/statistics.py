@@ -21,6 +21,8 @@ class Statistics:
     verify_lengths: Counter[int] = field(default_factory=Counter)
     # by accepted tokens: offers, and watched drafts, that were the drafter's alone
     own_drafts: Counter[int] = field(default_factory=Counter)
+    # of these: accepted tokens, and the first one's chance by the pair's calibration
+    promised: list[tuple[int, float]] = field(default_factory=list)
     plain: int = 0  # tokens decoded without a draft
     lookups: int = 0  # rounds that offered a copy of earlier text
     probes: int = 0  # drafts made while parked, only to be compared with plain tokens

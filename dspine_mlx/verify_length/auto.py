@@ -126,6 +126,7 @@ class Auto(Policy):
             if spliced is not None:
                 return spliced
         this = self.forecast.choose(known, min(limit, count), depth, self.sampler is not None)
+        this.promised = self.chances.promise(known.odds)
         if lookup is not None and draft.q is not None and this.chosen == count < limit:
             self.copying.extend(this, draft.tokens.tolist(), lookup, limit)
         return this
@@ -141,6 +142,8 @@ class Auto(Policy):
         if this.drafted:  # the drafter answers for its own tokens
             own = this.own
             self.budget.round_over(1 + min(accepted, own) - self.costs.round(own, depth) / plain)
+            if own and this.promised is not None and this.copy is None:
+                self.statistics.promised.append((accepted, this.promised))
         self.forget_probe()  # none goes on across a round
         if not self.parked:
             tokens = expected_tokens(this.chances[:offered]) if this.chances else 1 + accepted
@@ -246,6 +249,9 @@ class Auto(Policy):
         sampled = self.sampler is not None
         if not sampled:  # else a good draft is often another one than was drawn
             self.statistics.own_drafts[probe.slot] += 1
+            promised = self.chances.promise(probe.evidence.odds)
+            if promised is not None:
+                self.statistics.promised.append((probe.slot, promised))
         this = self.forecast.choose(probe.evidence, len(probe.tokens), depth, sampled)
         seconds = self.costs.round(this.chosen, depth)
         tokens = expected_tokens(this.chances[: this.chosen])

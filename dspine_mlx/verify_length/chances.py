@@ -40,6 +40,11 @@ class Chances:
         shifted = zip(log_odds, self.slot_shift, strict=False)
         return [sigmoid(x + self.shift + own) for x, own in shifted]
 
+    def promise(self, log_odds: Sequence[float]) -> float | None:
+        """The first slot's chance as it was calibrated, whatever was learnt since; None: it was
+        not."""
+        return sigmoid(log_odds[0]) if self.calibration.rounds else None
+
     def update(self, slot: int, chance: float, accepted: float) -> None:
         """Learn that a slot with this chance was accepted (1) or not (0)."""
         surprise, information = accepted - chance, chance * (1 - chance)

@@ -7,6 +7,7 @@ at first, since few drafts are accepted there either.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -85,16 +86,23 @@ class Misfit:
         self.over = wrong or self.rounds >= ROUNDS
         return self.warning() if wrong else None
 
-    def text_over(self, drafts: Counter[int]) -> str | None:
+    def text_over(
+        self, drafts: Counter[int], promised: Sequence[tuple[int, float]] = ()
+    ) -> str | None:
         """Count a text; returns the warning if this text makes it due.
 
-        drafts: how many of the drafter's own drafts had how many tokens accepted. Those that had
-        some are counted first, so only the whole text counts.
+        drafts: how many of the drafter's own drafts had how many tokens accepted. promised: of
+        these, the ones with a calibrated chance: accepted tokens, and that chance. Those that had
+        tokens accepted are counted first, so only the whole text counts.
         """
+        unknown = drafts - Counter(accepted for accepted, _ in promised)
+        counted: list[tuple[int, float | None]] = [
+            *promised,
+            *((n, None) for n in unknown.elements()),
+        ]
         said = None
-        for n in sorted(drafts, reverse=True):
-            for _ in range(drafts[n]):
-                said = self.round_over(n) or said
+        for accepted, chance in sorted(counted, key=lambda draft: -draft[0]):
+            said = self.round_over(accepted, chance) or said
         return said
 
     def warning(self) -> str:

@@ -41,6 +41,7 @@ class Round:
     chosen: int = -1  # the length, which a draft filter may cut
     copy: Copy | None = None  # that is offered, after `copy.after` drafted tokens
     drafted: bool = True
+    promised: float | None = None  # the first drafted token's chance, by the pair's calibration
     verifying: float = 0.0  # seconds
     offered: int = -1  # until verified
     accepted: int = 0

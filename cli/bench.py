@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from dspine_mlx.cli.groups import Commands, grouped
-from dspine_mlx.cli.options import DraftOption, KernelsOption, TargetOption
+from dspine_mlx.cli.options import DraftOption, KernelsOption, TargetOption, whole_numbers
 from dspine_mlx.cli.output import check_new, check_plot, new_file
 from dspine_mlx.cli.ranks import leads, on_every_rank
 from dspine_mlx.errors import InputError
@@ -15,6 +15,8 @@ from dspine_mlx.errors import InputError
 app = Commands()
 
 LOAD, MEASURE, OUTPUT = "Load", "Measurement", "Output"
+MOST_REQUESTS = 512  # at once: each has a thread here and one in the server
+DEEPEST = 10**7  # tokens of filler; no model's context is longer
 ROWS_ALONE = "--rows times products by themselves; only --model and --json go with it"
 QUESTION = [  # for --live without --suite
     {
@@ -71,13 +73,16 @@ class Load(NamedTuple):
 
     def check(self, live: bool, plot: bool) -> None:
         """`InputError` for impossible numbers, and for flags that contradict each other."""
-        for flag, number in (("--limit", self.limit), ("--max-tokens", self.max_tokens)):
-            if number < 1:
-                raise InputError(f"{flag} is {number}; it must be at least 1")
+        check_count("--limit", self.limit)
+        check_count("--max-tokens", self.max_tokens)
         if self.concurrency is not None and self.depths != "0":
             raise InputError("--concurrency measures the server, without --depths")
         if 0 in self.requests:
             raise InputError(f"--concurrency is {self.concurrency}; each must be at least 1")
+        if max(self.requests, default=0) > MOST_REQUESTS:
+            raise InputError(
+                f"--concurrency is {self.concurrency}; each must be at most {MOST_REQUESTS}"
+            )
         if live and (plot or self.depths != "0" or self.concurrency is not None):
             raise InputError("--live shows one text, without --concurrency, --depths and --plot")
         if self.suite is None and not live:
@@ -164,9 +169,10 @@ def bench(
         products(model, json_file)
         return
     load.check(live, plot is not None)
-    if repeat < 1:
-        raise InputError(f"--repeat is {repeat}; it must be at least 1")
+    check_count("--repeat", repeat)
     positions = whole_numbers("--depths", load.depths)
+    if max(positions) > DEEPEST:
+        raise InputError(f"--depths is {load.depths}; each must be at most {DEEPEST}")
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
     for mode in modes:
         verify_length(mode)
@@ -242,8 +248,8 @@ def document(settings: dict[str, Any], results: list[dict[str, Any]]) -> dict[st
     }
 
 
-def whole_numbers(flag: str, value: str) -> list[int]:
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise InputError(f"{flag} is {value!r}; it must be whole numbers separated by commas")
-    return [int(part) for part in parts]
+def check_count(flag: str, number: int) -> None:
+    if number < 1:
+        raise InputError(f"{flag} is {number}; it must be at least 1")
+    if number >= 10**9:
+        raise InputError(f"{flag} is {number}; it must have at most nine digits")

@@ -54,6 +54,8 @@ class Chat:
 
     def run(self) -> None:
         typed = sys.stdin is not None and sys.stdin.isatty()
+        if typed:
+            self.say("/help lists the commands; Ctrl-D ends the chat")
         messages = prompted(self.figures) if typed else lines_of(sys.stdin)
         while (message := self.next_of(messages)) is not None:
             try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspine_mlx.cli.groups import Commands
+from dspine_mlx.cli.options import whole_numbers
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def convert(
 ) -> None:
     """Convert a published drafter checkpoint to an MLX folder."""
     refuse(quant_predicate, dequantize, trust_remote_code)
+    layers = None
+    if target_layer_ids is not None:
+        layers = whole_numbers("--target-layer-ids", target_layer_ids)
     if probe and target is None:
         raise InputError("--probe runs the target: name it with --target")
     if verify and codes_from_head:
@@ -167,7 +171,7 @@ def convert(
             codes_from_head=codes_from_head,
             dequantize_head=dequantize_head,
             rename=rename,
-            target_layer_ids=None if target_layer_ids is None else parse_ids(target_layer_ids),
+            target_layer_ids=layers,
             dry_run=dry_run,
             progress=bar.update,
         )
@@ -224,13 +228,6 @@ class Bar:
 
     def update(self, done: int, total: int) -> None:
         self.progress.update(self.task, completed=done, total=total)
-
-
-def parse_ids(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise InputError(f"--target-layer-ids is {text!r}; it must be numbers, as in 1,9,17")
-    return [int(part) for part in parts]
 
 
 def summary(plan: "Plan", out: Path, dry_run: bool) -> dict[str, Any]:

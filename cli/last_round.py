@@ -10,6 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.select import Draft
+from dspine_mlx.round.speculate import copied
 from dspine_mlx.round.statistics import Statistics
 
 
@@ -41,15 +42,12 @@ class LastRound:
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         return self.policy.copy_pays(copy, depth, running)
 
-    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        return self.policy.splice(draft, lookup, limit, depth)
-
-    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        return self.policy.extend(draft, lookup, limit, depth)
-
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        self.draft = draft
-        return self.policy.length(draft, limit, depth, seconds)
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
+        copy, length = self.policy.choose(draft, lookup, limit, depth, seconds)
+        self.draft = draft if copy is None or draft.copied else copied(copy, draft)
+        return copy, length
 
     def learn(self, accepted: int, offered: int) -> None:
         self.accepted, self.offered = accepted, offered

@@ -160,6 +160,16 @@ def parse_verify_length(value: str | None, num_draft_tokens: int | None = None) 
     return int(value)
 
 
+def whole_numbers(flag: str, value: str) -> list[int]:
+    """Whole numbers of up to nine digits, separated by commas."""
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        raise InputError(
+            f"{flag} is {value[:60]!r}; it must be whole numbers separated by commas, as in 1,9,17"
+        )
+    return [int(part) for part in parts]
+
+
 class SeveralValues(TyperCommand):
     """A command whose list options take several values, as mlx-lm's do: --x A B."""
 

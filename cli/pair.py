@@ -11,6 +11,7 @@ import typer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.arguments import check_top_k, vocabulary_of
+from dspine_mlx.cache_folder import present
 from dspine_mlx.checkpoints.files import read_config
 from dspine_mlx.cli.options import Pair
 from dspine_mlx.cli.ranks import leads
@@ -23,6 +24,7 @@ from dspine_mlx.models.fit import check_configs
 from dspine_mlx.models.needs import AUTO, is_here
 from dspine_mlx.round.sampler import Sampler, never_excluded
 from dspine_mlx.verify_length.schedule import prepare
+from dspine_mlx.verify_length.store import costs_path
 
 REFUSED = {"--adapter-path": "adapter_path", "--quantize-activations": "model_config"}  # in a group
 
@@ -82,7 +84,8 @@ def measure_costs(
     drafter: Drafter, profile: bool = True, explain: Callable[[str], None] | None = None
 ) -> None:
     """Make the drafter's schedule: costs are on file, or measured now, which takes seconds."""
-    with working("Measuring what steps cost here, once per pair"):
+    known = not profile or present(costs_path(drafter))
+    with working("" if known else "Measuring what steps cost here, once per pair"):
         prepare(drafter, profile=profile, explain=explain)
 
 

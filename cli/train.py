@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from dspine_mlx.cli.groups import Commands
+from dspine_mlx.cli.options import whole_numbers
 from dspine_mlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -123,10 +124,7 @@ def run(
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise InputError(f"--target-layers is {text!r}; it must be numbers like 3,4,5") from error
+    return tuple(whole_numbers("--target-layers", text))
 
 
 def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) -> None:

@@ -1,7 +1,7 @@
 """Facts about a drafter's folder, converted or not."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx.utils import tree_flatten
 
@@ -11,6 +11,7 @@ from dspine_mlx.convert.write import sha256
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import check_finite, quantize_like
 
+Kind = TypeVar("Kind", list[Any], dict[str, Any])
 RANKS = ("transfer_rank", "markov_rank", "selector_rank", "emb_dim")
 
 
@@ -50,9 +51,18 @@ def report(folder: Path, check_weights: bool = False) -> dict[str, Any]:
         "files": sorted({tensor.file.name for tensor in checkpoint.tensors.values()}),
         "dtypes": sorted({str(t.dtype).rpartition(".")[2] for t in checkpoint.tensors.values()}),
         "quantization": checkpoint.raw.get("quantization"),
-        "notes": [*checkpoint.notes, *checkpoint.raw.get(OURS, {}).get("notes", [])],
+        "notes": [*checkpoint.notes, *map(str, written(checkpoint, "notes", list))],
     }
     return facts | {"problems": problems(checkpoint, check_weights)}
+
+
+def written(checkpoint: Checkpoint, name: str, kind: type[Kind]) -> Kind:
+    """What the conversion wrote into config.json; empty where there is nothing of that name."""
+    value = checkpoint.raw.get(OURS, {}).get(name, kind())
+    if not isinstance(value, kind):
+        wanted = "a list" if kind is list else "an object"
+        raise InputError(f"{OURS}.{name} is {value!r} in config.json; it must be {wanted}")
+    return value
 
 
 def parameters(checkpoint: Checkpoint) -> int:
@@ -72,7 +82,7 @@ def problems(checkpoint: Checkpoint, check_weights: bool) -> list[str]:
     except InputError as error:
         found.append(str(error))
     if check_weights:
-        digests = checkpoint.raw.get(OURS, {}).get("sha256", {})
+        digests = written(checkpoint, "sha256", dict)
         found += [
             f"{name} is not the file that was converted: its SHA-256 differs"
             for name, digest in digests.items()

@@ -39,6 +39,7 @@ from dspine_mlx.round.text import Checkpoints, DraftFilter, Text, Token
 from dspine_mlx.round.user_code import FedByMLX, user_processors, user_sampler
 from dspine_mlx.target.given_cache import check_given, check_length, target_layout
 from dspine_mlx.target.kv_quantization import KVQuantization
+from dspine_mlx.target.swap import TURN
 from dspine_mlx.verify_length.schedule import policy_for
 
 
@@ -55,10 +56,16 @@ def plain_tokens(
     own = None if prompt_cache is None else prompt_cache[: len(make_prompt_cache(model))]
     fed = FedByMLX(sampler)
     options |= {"sampler": fed, "prompt_cache": own}
+    steps = generate_step(prompt, model, **options)
     try:
-        for _, logprobs in generate_step(prompt, model, **options):
-            yield fed.read(), logprobs, False
+        while True:
+            with TURN:
+                step = next(steps, None)
+            if step is None:
+                return
+            yield fed.read(), step[1], False
     finally:
+        steps.close()
         if prompt_cache is not None and own is not None:
             prompt_cache[: len(own)] = own
 

@@ -11,9 +11,12 @@ from dspine_mlx.metal.kernel import Arrays, Kernel
 from dspine_mlx.metal.rows import MAX_ROWS
 
 PACKED_BITS = (2, 3, 4, 5, 6, 8)  # of caches
-MAX_SIZE = 256  # of a head
+MAX_SIZE = 512  # of a head
+SLICE = 256  # columns of a head that a simdgroup holds
 THREADGROUP_BYTES = 16384  # for keys and values
-MAX_SIMDGROUPS = 8  # of 8 rows each; more rows read the cache again
+MAX_SIMDGROUPS = (
+    8  # of a threadgroup, for 8 rows or a slice of them; more rows read the cache again
+)
 
 
 class Attended(NamedTuple):
@@ -138,9 +141,11 @@ def launch_rows(
     if kind:
         mask = mx.broadcast_to(mask, (B, heads, L, S))
     tiles = -(-heads // H * L // 8)
-    blocks = -(-tiles // MAX_SIMDGROUPS)
-    threads, rows = 32 * -(-tiles // blocks), B * heads * L
+    slices = slices_of(D, V)
+    blocks = -(-tiles * slices // MAX_SIMDGROUPS)
+    threads, rows = 32 * slices * -(-tiles // blocks), B * heads * L
     sizes = {"D": D, "V": V, "KEYS": keys_at_once(D + V, queries.dtype)}
+    sizes |= {"SLICES": slices, "SIMDGROUPS": MAX_SIMDGROUPS}
     sizes |= {"BITS": bits, "GROUP": group or 1, "MASK": kind}
     parts = function(
         inputs=[queries, *keys, *values, mask if kind else queries, attended.scale],
@@ -158,6 +163,11 @@ def mask_kind(mask: Any) -> int:
     if not isinstance(mask, mx.array):
         return 0
     return 1 if mask.dtype == mx.bool_ else 2
+
+
+def slices_of(D: int, V: int) -> int:
+    """Simdgroups that share a tile of rows."""
+    return -(-max(D, V) // SLICE)
 
 
 def keys_at_once(columns: int, dtype: mx.Dtype) -> int:
@@ -215,8 +225,11 @@ def attention_limits(queries: mx.array, attended: Attended, cut: Any = None) -> 
         return f"{queries.shape[2]} rows; from 2 to {MAX_ROWS} are served"
     if queries.shape[1] % H or queries.shape[3] != D:
         return f"queries {list(queries.shape)} for {H} heads of {D}"
-    if D % 8 or V % 8 or not 8 <= min(D, V) <= max(D, V) <= MAX_SIZE:
-        return f"heads of {D} and {V}; multiples of 8 up to {MAX_SIZE} are served"
+    if D % (8 * slices_of(D, V)) or V % (8 * slices_of(D, V)) or max(D, V) > MAX_SIZE:
+        served = f"multiples of 8 up to {SLICE}, and of 16 up to {MAX_SIZE}, are served"
+        return f"heads of {D} and {V}; {served}"
+    if not keys_at_once(D + V, dtype):
+        return f"heads of {D} and {V} in {dtype}"
     if bits and bits not in PACKED_BITS:
         return f"a cache of {bits} bits in groups of {group}"
     floats = (

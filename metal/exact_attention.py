@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dspine_mlx.metal.attention import Attended, attend, attention_limits
+from dspine_mlx.metal.attention import SLICE, Attended, attend, attention_limits
 from dspine_mlx.metal.kernel import Arrays, Kernel
 
 # What decides the bits of MLX's vector attention: its passes, and the blocks of keys of two. Which
@@ -163,7 +163,7 @@ def exact_limits(queries: mx.array, attended: Attended, cut: Any = None) -> str 
         return "a quantised cache, for which MLX has no kernel of its own"
     if not isinstance(attended.mask, str):
         return "a mask that is not plainly causal"
-    if D % 32 or V % 32 or queries.shape[1] // H > MAX_SHARE:
+    if D % 32 or V % 32 or max(D, V) > SLICE or queries.shape[1] // H > MAX_SHARE:
         return f"{queries.shape[1]} heads of {D} and {V}, {H} of keys"
     return attention_limits(queries, attended)
 

@@ -6,12 +6,14 @@ equal rows in all: what a forward costs beside its attention depends on the rows
 included.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dspine_mlx.cache_folder import restored
 from dspine_mlx.verify_length.costs import Costs, Curve
 
 STRIDE = 64  # positions within which a draft is taken to cost the same
@@ -29,14 +31,14 @@ class BatchCurve:
     def __post_init__(self) -> None:
         if self.texts < 1 or len(self.shares) != len(self.curve.verify[0]) - 1:
             raise ValueError("there must be a text, and a share for each drafted token")
-        if not min(self.shares) > 0:
+        if not all(math.isfinite(share) and share > 0 for share in self.shares):
             raise ValueError("shares must be above 0")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "BatchCurve":
         """Read from JSON; ValueError, KeyError or TypeError when it is none."""
         shares = tuple(map(float, data["shares"]))
-        return cls(int(data["texts"]), Curve.from_dict(data["curve"]), shares)
+        return cls(int(data["texts"]), restored(Curve, data["curve"]), shares)
 
 
 class Steps(NamedTuple):
@@ -181,15 +183,15 @@ class BatchCosts:
         return any(n <= 2 * texts <= 4 * n for n in timed)
 
     def learn_plain(self, texts: int, seconds: float, depth: int) -> None:
-        self.of(texts)[0].observe_plain(seconds, depth)
+        self.of(texts)[0].observe("plain", seconds, depth)
 
     def learn_verify(self, texts: int, width: int, seconds: float, depth: int) -> None:
-        self.of(texts)[0].observe("verify", width, seconds, depth)
+        self.of(texts)[0].observe("verify", seconds, depth, width)
 
     def learn_draft(self, texts: int, slots: int, seconds: float, depth: int) -> None:
         """Of a draft for so many texts."""
         self.newest = texts
-        self.of(texts)[1].observe("verify", slots + 1, seconds, depth)
+        self.of(texts)[1].observe("verify", seconds, depth, slots + 1)
 
     @property
     def disturbed(self) -> bool:

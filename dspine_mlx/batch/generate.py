@@ -9,7 +9,7 @@ import mlx_lm
 from mlx_lm.generate import BatchResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dspine_mlx.batch.generation import Generation, Prompts, Response
+from dspine_mlx.batch.generation import Generation, Prompts, Response, check_batch
 from dspine_mlx.drafters.drafter import Drafter
 
 
@@ -47,6 +47,7 @@ def batch_generate(
     and caches of a limited size, are decoded one text after another. Of prompt caches see
     `stream_generate`; the given ones are not changed, those that are returned hold all of the text.
     """
+    check_batch(model, tokenizer, prompts)
     if drafter is None:
         return mlx_lm.batch_generate(
             model,

@@ -21,8 +21,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.arguments import (
     check_cache_sizes,
     check_flag,
+    check_function,
     check_max_tokens,
+    check_model,
+    check_processors,
     check_seed,
+    check_stream,
+    check_tokenizer,
     check_top_k,
     check_whole,
 )
@@ -52,6 +57,14 @@ Response = tuple[int, GenerationResponse]  # a prompt's index, and its next toke
 T = TypeVar("T")
 
 
+def check_batch(model: Any, tokenizer: Any, prompts: Any) -> None:
+    check_model(model)
+    if not isinstance(tokenizer, TokenizerWrapper):
+        check_tokenizer(tokenizer)
+    if not isinstance(prompts, list | tuple):
+        raise InputError(f"prompts is a {type(prompts).__name__}; it must be a list of prompts")
+
+
 @dataclass
 class Entry:
     """What is asked for one prompt, and what comes of it."""
@@ -69,6 +82,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
+        check_function("sampler", self.sampler)
+        check_function("draft_filter", self.draft_filter)
         self.sampler = user_sampler(self.sampler)
         self.processors = user_processors(self.processors)
         if self.seed is not None:
@@ -119,6 +134,7 @@ class Generation:
         stream: mx.Stream = generation_stream,
     ) -> "Generation":
         """See `batch_generate`."""
+        check_batch(model, tokenizer, prompts)
         bound = drafter_of(drafter, None, model)
         if bound is None:
             raise InputError("the drafter is None; give one from load or load_drafter")
@@ -145,6 +161,7 @@ class Generation:
                 check_top_k(entry.sampler.top_k, vocabulary)
         limits = (verify_length, completion_batch_size, prefill_step_size, max_kv_size)
         check_flag("lookup", lookup)
+        check_stream(stream)
         return cls(bound, tokenizer, entries, *limits, stream, lookup)
 
     def responses(self) -> Generator[Response, None, None]:
@@ -300,6 +317,10 @@ def each(name: str, given: Any, count: int) -> list[Any]:
 
 def processors_of(given: list[Any] | None, count: int) -> list[list[LogitsProcessor]]:
     """A list per prompt, of one list for all or a list of lists."""
-    if given and all(isinstance(own, list) for own in given):
-        return each("logits_processors", given, count)
-    return [list(given or []) for _ in range(count)]
+    if isinstance(given, list) and given and all(isinstance(own, list) for own in given):
+        lists = each("logits_processors", given, count)
+    else:
+        lists = [given for _ in range(count)]
+    for own in lists:
+        check_processors(own)
+    return [list(own or []) for own in lists]

@@ -65,7 +65,8 @@ def as_curve(texts: int, times: Seconds, deep: Seconds, one: Curve, most: int) -
 
     def rise(at: int, before: float, after: float) -> float:
         """What depth adds: as measured, near to what it adds to so many single texts."""
-        expected = texts * one.lines[at][1] * (DEEP - PROMPT) / (one.depths[1] - one.depths[0])
+        (first, second), (low, high) = one.depths, one.steps[at]
+        expected = texts * max(0.0, high - low) * (DEEP - PROMPT) / (second - first)
         return min(max(after - before, expected / APART), APART * expected + before / 10)
 
     added = dict[tuple[str, int], float]()

@@ -71,11 +71,12 @@ class Checkpoint:
         return None if self.method.codes is None else vars(self.config)[self.method.codes]
 
     def check(self, network: DFlash, given: Collection[str] = ()) -> None:
-        """Name all missing, unexpected, repeated and wrongly shaped tensors at once.
+        """Name all missing, unexpected, repeated, wrongly shaped and wrongly typed tensors at once.
 
         given: parameters that come from elsewhere.
         """
-        expected = {k: tuple(v.shape) for k, v in tree_flatten(network.parameters())}
+        own = dict(tree_flatten(network.parameters()))
+        expected = {k: tuple(v.shape) for k, v in own.items()}
         if self.codes_rank is not None and SPACE[0] in self.sources:
             expected |= space_shapes(self.config.hidden_size, self.codes_rank)
             given = [*given, CODES]
@@ -99,12 +100,27 @@ class Checkpoint:
                 for path in sorted(expected.keys() & shapes.keys())
                 if shapes[path] != expected[path]
             ],
+            "wrong type": self.mistyped({path: value.dtype for path, value in own.items()}),
         }
         if any(found.values()):
             listed = "; ".join(
                 f"{what}: {', '.join(names)}" for what, names in found.items() if names
             )
             raise InputError(f"the tensors are not a {type(network).__name__}'s: {listed}")
+
+    def mistyped(self, expected: Mapping[str, mx.Dtype]) -> list[str]:
+        """Tensors whose numbers can't be their parameter's: whole ones of a float's, floats of
+        packed weights. Floats may be of any size, and so may ids."""
+        found = []
+        for path in sorted(expected.keys() & self.sources.keys()):
+            wanted = expected[path]
+            kind = mx.floating if mx.issubdtype(wanted, mx.floating) else mx.integer
+            for name in self.sources[path]:
+                dtype = self.tensors[name].dtype
+                exact = path == "d2t" or kind is mx.floating or dtype == wanted
+                if not (exact and mx.issubdtype(dtype, kind)):
+                    found.append(f"{name} is {short(dtype)}, not {short(wanted)}")
+        return found
 
     def called(self, path: str) -> str:
         """The name of a parameter in the files."""
@@ -119,6 +135,10 @@ class Checkpoint:
         if "d2t" in arrays and T2D in self.tensors:
             check_vocabulary(arrays["d2t"], load_tensors({T2D: self.tensors[T2D]})[T2D])
         return arrays
+
+
+def short(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 def wanted_shape(layout: Layout, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[int]:

@@ -18,6 +18,8 @@ LIMITS = dict.fromkeys(
     "block_size": (1, 4096),
     "top_k": (1, 4096),
     "rope_theta": (2, 1 << 50),
+    "rms_norm_eps": (1e-20, 1),
+    "first_slot": (0, 1),
 }
 
 

@@ -44,6 +44,10 @@ class DSpineConfig(DrafterConfig):
             raise InputError("is_causal is false; a DSpine drafter needs a causal block")
         if self.is_causal is None:
             object.__setattr__(self, "is_causal", True)
+        if self.first_slot != 1:
+            raise InputError(
+                f"first_slot is {self.first_slot}; a DSpine drafter proposes from slot 1 on"
+            )
 
 
 class Injection(nn.Module):

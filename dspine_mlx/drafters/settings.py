@@ -44,7 +44,8 @@ def section(config: Config, name: str) -> dict[str, Any]:
 
 def read_own(config: Config, shapes: Shapes) -> dict[str, Any]:
     """Read a converted folder's config: the fields themselves."""
-    return flatten(config)
+    flat = flatten(config)
+    return flat | {"layer_types": layer_types(flat), "rope_scaling": rope_scaling(flat)}
 
 
 def read_flat(config: Config, shapes: Shapes) -> dict[str, Any]:

@@ -124,11 +124,14 @@ class Group:
 
 
 def leave() -> NoReturn:
-    """End this process at once, with the sentence of its error: the others find it lost."""
+    """End this process at once, with the sentence of its error, if it has one: the others find it
+    lost."""
     kind, error, traceback = sys.exc_info()
     if kind is not None and error is not None:
         sys.excepthook(kind, error, traceback)
     sys.stdout.flush()
+    if error is None:  # the command has dealt with its interrupt
+        os._exit(0)
     os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 

@@ -10,8 +10,12 @@ def verify_length(mode: str) -> int | str | None:
     if mode == PLAIN or (mode.startswith(MLX_LM) and mode != MLX_LM):
         return None
     kind, _, number = mode.partition(":")
-    if mode != AUTO and (kind != "fixed" or not number.isdecimal()):
+    if mode != AUTO and (kind != "fixed" or not is_length(number)):
         raise InputError(
             f"can't compare {mode!r}; modes are plain, auto, fixed:N and mlx-lm-draft:MODEL"
         )
     return AUTO if mode == AUTO else int(number)
+
+
+def is_length(number: str) -> bool:
+    return number.isascii() and number.isdecimal() and len(number) < 10

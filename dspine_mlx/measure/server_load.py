@@ -28,6 +28,7 @@ from dspine_mlx.measure.clock import LEAST_TOKENS
 from dspine_mlx.measure.compare import PLAIN, verify_length
 from dspine_mlx.measure.prompts import Messages
 from dspine_mlx.server.connections import LISTENING
+from dspine_mlx.server.options import Options
 
 POLL = 0.1  # seconds between two checks of a server that is loading
 
@@ -206,6 +207,8 @@ def serving(
     """
     command = [sys.executable, "-m", "dspine_mlx.server", "--model", model, "--port", "0"]
     command += ["--decode-concurrency", str(requests)]
+    room = 2 * (requests + 1)  # half of all connections may come from one address; one asks /health
+    command += ["--max-connections", str(max(room, Options.max_connections))]
     command += ["--prompt-cache-size", "0", "--log-level", "ERROR"]
     command += ["--kernels", kernels]
     command += [] if draft_model is None else ["--draft-model", draft_model]

@@ -1,18 +1,20 @@
 """The registry of public drafters: data with sources, which users extend by a file of their own."""
 
-import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dspine_mlx.cache_folder import present
+from dspine_mlx.checkpoints.files import read_json
 from dspine_mlx.errors import InputError
 
 SHIPPED = Path(__file__).parent / "drafters.json"
 OWN = ".config/dspine-mlx/drafters.json"  # in the home folder
 ANY = "any"
+LISTS = ("targets", "sources", "quantizations", "published")  # whose items are checked one by one
 # What quantisers add to a model's name, as mlx-community and others do.
 PACKED = re.compile(
     r"[-_.](mlx|dwq|awq|gptq|qat|[1-8][-_]?bits?|q[1-8](_[0-9])?|int[48]|(bf|fp|f)16|fp8|(mx|nv)fp[48]"
@@ -126,11 +128,7 @@ def fitting(target: str, entries: Iterable[Entry]) -> list[Entry]:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is no registry of drafters: {error}") from error
-    listed = data.get("drafters") if isinstance(data, dict) else None
+    listed = read_json(path).get("drafters")
     if not isinstance(listed, list):
         raise InputError(f'{path} must be an object with "drafters", a list')
     return [entry_from(item, f"{path}, drafter {i}") for i, item in enumerate(listed, 1)]
@@ -144,7 +142,7 @@ def entry_from(item: Any, where: str) -> Entry:
         raise InputError(f"{where}: published is {published!r}; it must be a list")
     found = [Published(**checked(one, Published, f"{where}, published")) for one in published]
     for one in found:
-        if not isinstance(one.tokens_per_round, int | float) or one.tokens_per_round < 1:
+        if one.tokens_per_round < 1:
             raise InputError(f"{where}: tokens_per_round is {one.tokens_per_round!r}; from 1 on")
     for name in ("targets", "sources", "quantizations"):
         value = values.get(name, ANY)
@@ -166,4 +164,27 @@ def checked(item: Any, kind: type[Entry] | type[Published], where: str) -> dict[
     lacking = [name for name, f in known.items() if f.default is MISSING and not item.get(name)]
     if lacking:
         raise InputError(f"{where} lacks {', '.join(lacking)}")
+    for name in item.keys() - {*LISTS}:
+        if not fits(item[name], known[name].type):
+            wanted = in_words(known[name].type)
+            raise InputError(f"{where}: {name} is {item[name]!r}; it must be {wanted}")
     return dict(item)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a field's type; numbers must be above 0."""
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value) in kinds
+    return (type(value) in kinds or float in kinds) and math.isfinite(value) and value > 0
+
+
+def in_words(kind: Any) -> str:
+    kinds = get_args(kind) or (kind,)
+    words = {
+        str: "text",
+        int: "a whole number above 0",
+        float: "a number above 0",
+        bool: "true or false",
+    }
+    return next(words[one] for one in kinds if one in words)

@@ -11,6 +11,7 @@ from dspine_mlx.round.plain import decode_plainly
 from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.speculate import speculate
 from dspine_mlx.round.text import Checkpoints, Text, Token
+from dspine_mlx.target.swap import TURN
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +46,17 @@ def decode(
     during prefill leaves the chunks that are done. Only this work runs on the stream, never the
     caller's.
     """
-    with mx.stream(stream):
+    with TURN, mx.stream(stream):
         text, policy = make_text(), make_policy()
     try:
-        with mx.stream(stream):
+        with TURN, mx.stream(stream):
             prefill.run(text, prompt)
             policy.start_text(text.statistics, text.sampler, text.position)
             look_up(text, policy)
             prefill.progress(prompt.size, prompt.size)
         tokens = decode_text(text, policy, budget)
         for count in itertools.count(1):
-            with mx.stream(stream):
+            with TURN, mx.stream(stream):
                 token = next(tokens, None)
                 if count % 256 == 0:
                     mx.clear_cache()
@@ -68,7 +69,7 @@ def decode(
         text.ranks.note(error)
         raise
     finally:
-        with mx.stream(stream):
+        with TURN, mx.stream(stream):
             text.settle()
             warn_of_misfit(text)
             text.statistics.verdict = policy.verdict(text.position)
@@ -76,8 +77,7 @@ def decode(
 
 def warn_of_misfit(text: Text) -> None:
     """Warn once per drafter if its texts accept far fewer tokens than any drafter that fits."""
-    statistics = text.statistics
-    said = text.drafter.misfit.text_over(statistics.accepted_histogram, statistics.verify_lengths)
+    said = text.drafter.misfit.text_over(text.statistics.own_drafts)
     if said is not None:
         log.warning(said)
 

@@ -1,6 +1,6 @@
 """What generation asks of a policy and tells it, and the simplest one: a fixed length."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -8,70 +8,74 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.arguments import INT32
 from dspine_mlx.errors import InputError
-from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """What generation asks, and tells."""
+    """What generation asks, and tells. A policy that inherits from it needs `choose` only: it
+    learns nothing, and never watches a draft."""
 
-    parked: bool  # plain decoding, until further notice
+    parked: bool = False  # plain decoding, until further notice
+    copies: CopyChances | None = None  # learnt for lookup drafts; None: it wants no lookups
 
     @property
     def needs_evidence(self) -> bool:
         """Whether the next length depends on the draft's evidence, which then comes with it."""
+        return False
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         """A new text starts after depth tokens."""
-
-    @property
-    def copies(self) -> CopyChances | None:
-        """Chances learnt for lookup drafts; None: this policy wants no lookups."""
+        return
 
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         """Whether to offer the copy with nothing drafted: in place of the drafter's usual round, or
         of plain tokens while parked. running: the copy's first tokens that a plain step is making
         already; the round would follow them."""
+        return False
 
-    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        """The copy to offer after the draft's first `copy.after` tokens; None: the draft is better.
-        At most limit tokens can be offered.
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
+        """What the round offers: a copy after the draft's first `copy.after` tokens, or None for
+        the draft as it is; and how many tokens in all, at most limit. The draft may be a copy that
+        pays. seconds were spent on starting it; None for a lookup: there are no copies.
 
-        A sampled draft's tokens must have no part in it, nor its evidence: only the greedy path's.
+        Of a sampled draft, a copy that replaces tokens may depend on the greedy path and its
+        evidence only. One that follows all of them may depend on the tokens.
         """
-
-    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        """The copy to offer after a sampled draft whose tokens are all offered, so that they may
-        have a part in it; None: the draft is enough. At most limit tokens can be offered."""
-
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        """Tokens of the draft, or of the copy just chosen, to feed, at most limit; seconds were
-        spent on starting it."""
 
     def learn(self, accepted: int, offered: int) -> None:
         """Take note of a finished round: how many of the offered tokens were accepted."""
+        return
 
     def probe_due(self, depth: int) -> bool:
         """Whether to draft now, while decoding plainly, only to watch the draft."""
+        return False
 
     def start_probe(self, draft: Draft) -> None:
         """Take a draft to compare with the next plain tokens."""
+        return
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
         """Take note of a plain token; its reader began to wait when the clock read `waiting`."""
+        return
 
     def keeps_context(self, depth: int) -> bool:
         """Whether the drafter's caches are worth keeping up with the text while parked."""
+        return True
 
     def verdict(self, depth: int) -> str:
         """How the text was made, in words."""
+        return ""
 
 
 @dataclass
-class Fixed:
-    """Always the same length; 0 is plain decoding."""
+class Fixed(Policy):
+    """Always the same length; 0 is plain decoding. With `copies` every copy is offered; parked, it
+    offers nothing else."""
 
     tokens: int
     parked: bool = False
@@ -79,53 +83,22 @@ class Fixed:
     copies: CopyChances | None = None
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
-        self.parked = self.tokens == 0
+        self.parked |= self.tokens == 0
 
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         return len(copy.tokens) > running
 
-    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        return None
-
-    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        return None
-
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        return min(self.tokens, limit)
-
-    def learn(self, accepted: int, offered: int) -> None: ...
-
-    def probe_due(self, depth: int) -> bool:
-        return False
-
-    def start_probe(self, draft: Draft) -> None: ...
-
-    def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None: ...
-
-    def keeps_context(self, depth: int) -> bool:
-        return True
-
-    def verdict(self, depth: int) -> str:
-        return ""
-
-
-@dataclass
-class FixedCopies(Fixed):
-    """Without a drafter: copies of the same length wherever there is one, else plain decoding."""
-
-    copies: CopyChances | None = field(default_factory=CopyChances)
-
-    def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
-        self.parked, self.tokens = True, min(self.tokens, COPIED)
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
+        return None, min(self.tokens, limit, len(draft.tokens))
 
 
 def check_verify_length(value: Any) -> None:
     """`InputError` unless it is "auto", an int from 0 on, or a policy."""
-    if isinstance(value, str) and value == "auto":
-        return
-    if isinstance(value, Policy) and not isinstance(value, type):
-        return
-    if type(value) is not int or not 0 <= value <= INT32:
+    policy = isinstance(value, Policy) and not isinstance(value, type)
+    auto = isinstance(value, str) and value == "auto"
+    if not (policy or auto or (type(value) is int and 0 <= value <= INT32)):
         raise InputError(
             f"verify_length is {value!r}; it must be 'auto', a policy, or an int from 0 on"
         )

@@ -67,16 +67,10 @@ def begin(text: Text, anchor: mx.array, policy: Policy, budget: float) -> Start 
 
 def choose(text: Text, policy: Policy, start: Start, limit: int) -> tuple[Draft, int]:
     """The draft to offer, and how many of its tokens: at most limit."""
-    draft, depth, lookup = start.draft, text.position, text.lookup
-    if draft.copied is None and lookup is not None:
-        copy = policy.splice(draft, lookup, limit, depth)
-        draft = draft if copy is None else copied(copy, draft)
-    length = policy.length(draft, min(limit, len(draft.tokens)), depth, start.seconds)
-    if draft.q is not None and lookup is not None and length == len(draft.tokens) < limit:
-        copy = policy.extend(draft, lookup, limit, depth)
-        if copy is not None:
-            draft = copied(copy, draft)
-            length = policy.length(draft, min(limit, len(draft.tokens)), depth, start.seconds)
+    draft, seconds = start
+    copy, length = policy.choose(draft, text.lookup, limit, text.position, seconds)
+    if copy is not None and draft.copied is None:
+        draft = copied(copy, draft)
     return draft, length
 
 

@@ -19,6 +19,8 @@ class Statistics:
     round_tokens: int = 0  # tokens of the text that rounds made
     accepted_histogram: Counter[int] = field(default_factory=Counter)
     verify_lengths: Counter[int] = field(default_factory=Counter)
+    # by accepted tokens: offers, and watched drafts, that were the drafter's alone
+    own_drafts: Counter[int] = field(default_factory=Counter)
     plain: int = 0  # tokens decoded without a draft
     lookups: int = 0  # rounds that offered a copy of earlier text
     probes: int = 0  # drafts made while parked, only to be compared with plain tokens
@@ -37,6 +39,8 @@ class Statistics:
         self.round_tokens += len(block)
         self.accepted_histogram[accepted] += 1
         self.verify_lengths[drafted] += 1
+        if drafted and not copied:
+            self.own_drafts[accepted] += 1
         return accepted
 
     @property

@@ -66,6 +66,8 @@ def run(address: str, port: int, provider: Provider, *, options: Options) -> Non
         raise InputError(generator.load_failure) if generator.load_failure else ended from None
     except OSError as error:
         raise InputError(f"can't listen on {address}:{port}: {error.strerror}") from error
+    except UnicodeError as error:  # of a name that none can have
+        raise InputError(f"--host is {address!a}, which is no name of a host") from error
     finally:
         stop(generator)
     return None

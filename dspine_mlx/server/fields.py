@@ -115,8 +115,16 @@ def is_tools(value: Any) -> bool:
 
 
 def is_tool(value: Any) -> bool:
+    """Whether a value is a tool that templates can show, and whose calls mlx-lm's parsers of
+    replies can read: they take its parameters apart without a look."""
     function = value.get("function") if isinstance(value, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict):
+        return parameters is None
+    properties = parameters.get("properties", {})
+    return isinstance(properties, dict) and all(isinstance(p, dict) for p in properties.values())
 
 
 def are_template_options(value: Any) -> bool:
@@ -177,7 +185,11 @@ FIELDS: dict[str, tuple[Check, str]] = {
         is_stop,
         f"a non-empty string or a list of up to {STOPS}, each of up to {STOP_LENGTH} characters",
     ),
-    "tools": (is_tools, f"a list of up to {TOOLS} {{'type': 'function', 'function': {{...}}}}"),
+    "tools": (
+        is_tools,
+        f"a list of up to {TOOLS} {{'type': 'function', 'function': {{...}}}}, each with a name, "
+        "and parameters that are a JSON schema of an object",
+    ),
     "chat_template_kwargs": (
         are_template_options,
         f"an object of plain values named {', '.join(TEMPLATE_OPTIONS)}",

@@ -11,6 +11,7 @@ from dspine_mlx.arguments import (
     check_temperature,
     check_whole,
 )
+from dspine_mlx.errors import InputError
 
 FRACTION = partial(check_real, low=0, high=1)
 COUNT = partial(check_whole, low=1)
@@ -36,5 +37,8 @@ def check_flags(flags: Namespace) -> None:
             check(f"--{name.replace('_', '-')}", given[name])
     if "temp" in given:
         check_temperature(given["temp"])
+    options = given.get("chat_template_args", {})
+    if not isinstance(options, dict):
+        raise InputError(f"--chat-template-args is {options!r}; it must be a JSON object")
     if "kv_bits" in given:
         check_kv_quantization(flags.kv_bits, flags.kv_group_size, flags.quantized_kv_start)

@@ -8,6 +8,7 @@ import mlx_lm
 import dspine_mlx
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.server.generator import ResponseGenerator
+from dspine_mlx.target.model import VerifyKernels
 
 LONG_STEP = 10.0  # seconds
 
@@ -28,6 +29,7 @@ def health(generator: ResponseGenerator) -> dict[str, Any]:
         "verify_length": generator.options.verify_length,
         "kernels": kernels(generator.options.kernels, drafter),
         "verify_rows": drafter.target.verify_kernels.promise() if drafter is not None else None,
+        "verify_kernels": in_use(drafter.target.verify_kernels) if drafter is not None else [],
         "requests": len(generator.calls),
         "versions": {
             "dspine_mlx": dspine_mlx.__version__,
@@ -43,6 +45,12 @@ def status(generator: ResponseGenerator) -> str:
     if generator.stalled:
         return "stalled"
     return "ok" if generator.calls.heart.age < LONG_STEP else "busy"
+
+
+def in_use(kernels: VerifyKernels) -> list[str]:
+    """The names of what verify rows are made by, besides MLX's own."""
+    verdicts = kernels.report().get("verdicts", [])
+    return sorted({verdict["product"]["kernel"] for verdict in verdicts} - {"stock", "apart"})
 
 
 def kernels(mode: str, drafter: Drafter | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def positive(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
+def size(text: str) -> str:
+    """A number of bytes as mlx_lm.server writes it; on anything else it fails."""
+    if re.fullmatch(r"\d{1,18}(\.\d{0,18})?\s*([MG]B?)?", text, re.ASCII | re.IGNORECASE):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 2GB or 500MB")
+
+
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="dspine-mlx serve",
@@ -85,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
         "drafting off. A request's own verify_length comes first",
     )
     flags.add_argument("--num-draft-tokens", type=int, help="mlx_lm's name for --verify-length")
+    flags.add_argument(
+        "--prompt-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        help="bytes that all prompt caches may take, such as 2GB",
+    )
     flags.add_argument(
         "--speculate-up-to",
         type=positive,
@@ -168,6 +182,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, list[str]]:
         print(flags.format_help())
     if known.speculate_up_to is not None:
         logging.warning(SUPERSEDED)
+    if known.prompt_cache_bytes is not None:
+        rest += ["--prompt-cache-bytes", known.prompt_cache_bytes]
     length = known.verify_length
     if known.num_draft_tokens is not None:
         rest += ["--num-draft-tokens", str(known.num_draft_tokens)]

@@ -218,13 +218,13 @@ class Provider(host.ModelProvider):
     def succeed(self, successor: Any, config: dict[str, Any], caches: int) -> None:
         """Take over what another provider has loaded."""
         text = config | (config.get("text_config") or {})
+        limit, vocab_size = context_length(text), vocabulary(successor.model, text)
+        most = most_characters(successor.tokenizer, limit)
         self.reset()
         self.model, self.tokenizer = successor.model, successor.tokenizer
         self.processor, self.is_batchable = successor.processor, successor.is_batchable
         self.model_key, self.target_caches = successor.model_key, caches
-        self.context_length = context_length(text)
-        self.vocab_size = vocabulary(successor.model, text)
-        self.most_characters = most_characters(self.tokenizer, self.context_length)
+        self.context_length, self.vocab_size, self.most_characters = limit, vocab_size, most
         self.replaced = True
 
     def drafter(self, path: str) -> Drafter:

@@ -19,6 +19,7 @@ COUNTS = {
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
 }
 MOST = 4096
+LONGEST = 1 << 40  # positions of a context
 
 
 def open_target(folder: Path, name: str, **options: Any) -> tuple[nn.Module, TokenizerWrapper]:
@@ -44,12 +45,26 @@ def check_config(config: dict[str, Any]) -> None:
         raise InputError(f"text_config is {text!r}; it must be an object")
     for values in (config, text or {}):
         context = values.get("max_position_embeddings")
-        if context is not None and not (isinstance(context, int | float) and context >= 1):
+        if context is not None and not (
+            isinstance(context, int | float) and 1 <= context < LONGEST
+        ):
             raise InputError(f"max_position_embeddings is {context!r}; it must be a number from 1")
+        for name in ("rope_scaling", "rope_parameters"):
+            check_scaling(name, values.get(name))
     for values in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in COUNTS & values.keys():
             if isinstance(values[name], int | float) and values[name] > MOST:
                 raise InputError(f"{name} is {values[name]}; no model has more than {MOST}")
+
+
+def check_scaling(name: str, scaling: Any) -> None:
+    """Check the numbers that say how long a context may be."""
+    if not isinstance(scaling, dict | None):
+        raise InputError(f"{name} is {scaling!r}; it must be an object")
+    for key in ("factor", "original_max_position_embeddings"):
+        number = (scaling or {}).get(key)
+        if number is not None and not (type(number) in (int, float) and 0 < number < LONGEST):
+            raise InputError(f"{name} has {key} {number!r}; it must be a number above 0")
 
 
 @contextmanager

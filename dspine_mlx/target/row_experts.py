@@ -50,17 +50,16 @@ def noting(note: Any) -> type[nn.Module]:
     return Noting
 
 
-def swapped_experts(chosen: int, products: dict[int, Product], dtype: str) -> type[nn.Module]:
+def swapped_experts(chosen: int, products: dict[int, Product], dtype: mx.Dtype) -> type[nn.Module]:
     """A subclass of the layer that multiplies by the entry of `products` for its number of rows,
     each of which asks for `chosen` experts."""
-    rows_dtype: mx.Dtype = getattr(mx, dtype)
 
     class Swapped(QuantizedSwitchLinear):
         def __call__(
             self, x: mx.array, indices: mx.array, sorted_indices: bool = False
         ) -> mx.array:
             rows = indices.size // chosen
-            product = products.get(rows, STOCK) if x.dtype == rows_dtype else STOCK
+            product = products.get(rows, STOCK) if x.dtype == dtype else STOCK
             experts = Experts.of(self, indices, sorted_indices)
             if product == STOCK or product.limits(x, experts):
                 unchanged: mx.array = super().__call__(x, indices, sorted_indices)
@@ -76,11 +75,10 @@ def expert_verdict(race: Race, shape: ExpertShape, layers: list[nn.Module], rows
     """Race for layers of one shape, the target's own, with rows that ask for experts at random:
     neighbours in a text share more."""
     random = mx.random.key(rows)
-    dtype: mx.Dtype = getattr(mx, shape.dtype)
     asked = mx.argsort(mx.random.normal((rows, shape.experts), key=random), axis=1)
     indices = asked[:, : shape.chosen].astype(mx.uint32)
     width = shape.chosen if shape.own else 1
-    x = mx.random.normal((rows, width, 1, shape.columns), key=random).astype(dtype)
+    x = mx.random.normal((rows, width, 1, shape.columns), key=random).astype(shape.mlx_dtype)
     operands = [Experts.of(layer, indices) for layer in layers]
     if experts_limits(x, operands[0]) is not None:
         return Verdict(STOCK, "no kernel serves it")

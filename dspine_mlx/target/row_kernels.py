@@ -27,7 +27,7 @@ from dspine_mlx.target.products import APART, STOCK, Product, to_dict
 from dspine_mlx.target.race import Machine, Race, Verdict
 from dspine_mlx.target.row_attention import Chosen, RowAttention, shapes_of
 from dspine_mlx.target.row_experts import expert_layers, expert_verdict, swapped_experts
-from dspine_mlx.target.row_layers import linear_layers, swapped
+from dspine_mlx.target.row_layers import dtypes_of_rows, linear_layers, swapped
 from dspine_mlx.target.swap import swapping
 from dspine_mlx.target.verdicts import AnyShape, AttentionShape, ExpertShape, Shape, Verdicts
 
@@ -53,17 +53,19 @@ class RowKernels:
     def __init__(self, target: Target, race: Race | None = None, folder: Path | None = None):
         self.race, self.folder = race or Race("off"), folder
         self.key = on_file.kernels_key(self.race) | target.ranks.key
-        self.target, self.dtype = target, target.dtype
+        self.target = target
         self.exact = self.race.mode == "exact"
         self.attend = Chosen(self.race.mode)
         self.row_attention = RowAttention(target, self.attend)
         self.checked: set[int] = set()
         self.unequal: dict[int, str] = {}
-        self.shapes: dict[Shape, list[nn.Module]] = {}
-        for layer in linear_layers(target):
-            shape = Shape.of(Matrix.of(layer), self.dtype)
-            self.shapes.setdefault(shape, []).append(layer)
         self.races = target.ranks.agreed(not self.race.idle)
+        layers = linear_layers(target)
+        dtypes = dtypes_of_rows(target, layers) if self.races else {}
+        self.shapes: dict[Shape, list[nn.Module]] = {}
+        for layer in layers:
+            shape = Shape.of(Matrix.of(layer), dtypes.get(id(layer), target.dtype))
+            self.shapes.setdefault(shape, []).append(layer)
         self.packings: set[tuple[int, int]] = set()  # of caches whose attention has been raced
         raced = self.race.machine.metal and self.races
         self.attention: list[AttentionShape] = []
@@ -143,7 +145,7 @@ class RowKernels:
         if isinstance(shape, ExpertShape):
             return expert_verdict(self.race, shape, self.experts[shape], rows)
         matrices = [Matrix.of(layer) for layer in self.shapes[shape]]
-        return self.race.verdict(matrices, rows, self.dtype)
+        return self.race.verdict(matrices, rows, shape.mlx_dtype)
 
     def lacks(self, widths: Iterable[int]) -> bool:
         """Whether a shape has no verdict for one of these widths."""
@@ -158,13 +160,13 @@ class RowKernels:
         for shape, layers in self.shapes.items():
             products = self.products_of(shape)
             kinds = set(map(type, layers))
-            classes = {k: swapped(k, products, unsettled, self.dtype) for k in kinds}
+            classes = {k: swapped(k, products, unsettled, shape.mlx_dtype) for k in kinds}
             for rows, swaps in self.swaps.items():
                 if self.exact or products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, classes[type(layer)]) for layer in layers]
         for experts, layers in self.experts.items():
             products = self.products_of(experts)
-            cls = swapped_experts(experts.chosen, products, experts.dtype)
+            cls = swapped_experts(experts.chosen, products, experts.mlx_dtype)
             for rows, swaps in self.swaps.items():
                 if products.get(rows, STOCK) != STOCK:
                     swaps += [(layer, cls) for layer in layers]

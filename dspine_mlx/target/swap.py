@@ -3,6 +3,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
+
+# Held for each step of a text that runs alone: another thread's forward would find classes swapped.
+TURN = RLock()
 
 
 @contextmanager

@@ -32,6 +32,11 @@ TEXTS = (
 )
 
 
+def dtype_of(name: str) -> mx.Dtype:
+    found: mx.Dtype = getattr(mx, name)
+    return found
+
+
 class Shape(NamedTuple):
     """The layers that a verdict holds for, besides the number of rows. dtype: of the rows."""
 
@@ -47,6 +52,10 @@ class Shape(NamedTuple):
         N, K = matrix.shape
         rows = str(dtype).removeprefix("mlx.core.")
         return cls(N, K, matrix.bits, matrix.group_size, matrix.mode, rows)
+
+    @property
+    def mlx_dtype(self) -> mx.Dtype:
+        return dtype_of(self.dtype)
 
     def __str__(self) -> str:
         packing = f"{self.bits} bits, groups of {self.group_size}" if self.bits else self.dtype
@@ -76,8 +85,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def mlx_dtype(self) -> mx.Dtype:
-        found: mx.Dtype = getattr(mx, self.dtype)
-        return found
+        return dtype_of(self.dtype)
 
     def __str__(self) -> str:
         sizes = f"{self.head_size}"
@@ -104,6 +112,10 @@ class ExpertShape(NamedTuple):
     chosen: int
     own: bool
     dtype: str
+
+    @property
+    def mlx_dtype(self) -> mx.Dtype:
+        return dtype_of(self.dtype)
 
     def __str__(self) -> str:
         mode = "" if self.mode == "affine" else f"{self.mode}, "

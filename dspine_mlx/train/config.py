@@ -8,6 +8,10 @@ from dspine_mlx.errors import InputError
 
 Reference = Literal["token", "distribution"]
 Alignment = Literal["embedding", "token"]
+COUNTS = (
+    *("steps", "batch_size", "accumulation", "num_anchors", "max_length", "logit_rows"),
+    *("save_every", "evaluate_every", "short_block_size", "patience"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,18 @@ class TrainConfig:
     patience: int | None = None  # evaluations without a better acceptance before an early stop
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation", "num_anchors", "logit_rows"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be at least 1")
+        for name in ("learning_rate", "clip", "seed"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for name in ("warmup_ratio", "short_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"betas are {self.betas}; each must be from 0 to below 1")
         if self.batch_size % self.accumulation:
             raise InputError(
                 f"batch_size {self.batch_size} can't be split into {self.accumulation} equal parts "

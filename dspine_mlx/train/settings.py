@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from dspine_mlx.errors import InputError
 
 SECTIONS = ("train", "loss", "drafter")
+MOST = 1e9  # of a number
 Config = TypeVar("Config")
 
 
@@ -25,7 +26,7 @@ def parse_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
             )
         try:
             sections[section][key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             sections[section][key] = value
     return sections
 
@@ -55,5 +56,7 @@ def fits(hint: Any, value: Any) -> bool:
             return False
         return all(fits(args[0], v) for v in value)
     if hint is float:
-        return type(value) in (int, float)
+        return type(value) in (int, float) and -MOST <= value <= MOST  # no NaN
+    if hint is int:
+        return type(value) is int and -MOST <= value <= MOST
     return value is None if hint is type(None) else type(value) is hint

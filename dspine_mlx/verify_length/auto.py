@@ -11,18 +11,19 @@ import mlx.core as mx
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.draft_context import BACKLOG
-from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
+from dspine_mlx.round.lookup import Copy, Lookup
+from dspine_mlx.round.policy import Policy
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
-from dspine_mlx.verify_length import explain as words
 from dspine_mlx.verify_length.budget import SHARE, Budget
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.chances import expected_tokens
+from dspine_mlx.verify_length.constant_length import ConstantLength
 from dspine_mlx.verify_length.copying import Copying
 from dspine_mlx.verify_length.costs import Costs
+from dspine_mlx.verify_length.explain import Account
 from dspine_mlx.verify_length.forecast import MEMORY, Forecast
-from dspine_mlx.verify_length.reading import Reading
 from dspine_mlx.verify_length.records import Evidence, Probe, Round
 
 CHECK = 3  # plain tokens decoded while drafting, to time them; MEMORY rounds apart at least
@@ -30,7 +31,7 @@ SPAN = 8  # while parked, one plain token in so many is timed
 OFF = 1.5  # costs are learnt before a round is booked if its time is off by this factor
 
 
-class Auto:
+class Auto(Policy):
     """Length and parking from measured costs and calibrated chances.
 
     What a user can be told: `budget.balance`, the plain tokens that drafting may still lose;
@@ -54,26 +55,24 @@ class Auto:
         self.costs, self.forecast = costs, Forecast(costs, calibration)
         self.chances, self.budget = self.forecast.chances, budget or Budget()
         self.explain, self.clock, self.text_over = explain, clock, text_over
-        self.reading, self.copying = Reading(self.forecast.slots), Copying(self.forecast)
-        self.known: tuple[Draft, Evidence] | None = None  # the newest draft that was read
+        self.constant, self.copying = ConstantLength(self.forecast.slots), Copying(self.forecast)
+        self.copies = self.copying.chances
         self.newest: Round | None = None  # until it has been learnt from
         self.rounds_left = MEMORY  # before plain decoding is timed again
         self.parked, self.check = False, 0  # check: plain tokens left of one
+        self.probe: Probe | None = None
+        # Clocks at the last token, and when a draft was asked for; how long tokens waited for it.
+        self.last = self.asked = self.waited = 0.0
         self.take_text(Statistics(), None)
 
     def take_text(self, statistics: Statistics, sampler: Sampler | None) -> None:
         self.statistics, self.sampler = statistics, sampler
-        self.account = words.Account(self.forecast, statistics)
-        self.probe: Probe | None = None
-        self.time_plain()
+        self.account = Account(self.forecast, statistics, self.explain)
+        self.forget_probe()
 
     @property
     def needs_evidence(self) -> bool:
-        return self.parked or self.reading.due or self.copying.contest is not None
-
-    @property
-    def copies(self) -> CopyChances:
-        return self.copying.chances
+        return self.parked or self.constant.reading_due or self.copying.contest is not None
 
     def start_text(self, statistics: Statistics, sampler: SamplerFunction, depth: int) -> None:
         self.digest()
@@ -97,48 +96,39 @@ class Auto:
         affordable = self.costs.probe_share(depth) <= SHARE * BACKLOG
         return affordable and not self.forecast.hopeless(depth)
 
+    # ---- rounds
+
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         return not self.check and self.copying.pays(copy, depth, self.parked, running)
 
-    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        if draft.evidence is None:
-            return None
-        self.digest()
-        greedy = self.chances.of(self.read(draft).greedy)
-        this = self.copying.splice(draft, greedy, lookup, limit, depth)
-        self.newest = this
-        return None if this is None else this.copy
-
-    def extend(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        this = self.newest
-        if this is None or not this.chances:
-            return None
-        return self.copying.extend(this, draft.tokens.tolist(), lookup, limit)
-
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
         started = self.clock()
-        if draft.copied is None:
-            self.digest()  # the previous round's, while the device drafts
-            self.newest = self.drafted(draft, limit, depth)
-            self.newest.drafting = seconds + self.clock() - started
-        elif self.newest is None or self.newest.copy is not draft.copied:
-            # Found worth it before its last tokens were yielded: others may have had rounds since.
-            self.digest()
-            self.newest = self.copying.alone(draft.copied, depth, self.parked)
-        self.newest.begun = self.clock()
-        return min(self.newest.chosen, limit)
+        self.digest()  # the previous round's, while the device drafts
+        if draft.copied is not None:
+            this = self.copying.alone(draft.copied, depth, self.parked)
+        else:
+            this = self.drafted(draft, lookup, limit, depth)
+        self.newest, this.begun = this, self.clock()
+        this.drafting = seconds + this.begun - started
+        return this.copy, min(this.chosen, limit)
 
-    def drafted(self, draft: Draft, limit: int, depth: int) -> Round:
-        """A round with the draft, whose evidence is read if it comes with any."""
-        self.reading.rounds += 1
+    def drafted(self, draft: Draft, lookup: Lookup | None, limit: int, depth: int) -> Round:
+        """The best round with the draft, whose evidence is read if it comes with any."""
+        self.constant.rounds += 1
         if draft.evidence is None:
-            return Round(depth, chosen=self.reading.constant)
-        return self.forecast.choose(self.read(draft), limit, depth, self.sampler is not None)
-
-    def read(self, draft: Draft) -> Evidence:
-        if self.known is None or self.known[0] is not draft:
-            self.known = draft, Evidence.of(draft, self.chances.calibration)
-        return self.known[1]
+            return Round(depth, chosen=self.constant.length)
+        known, count = Evidence.of(draft, self.chances.calibration), len(draft.tokens)
+        if lookup is not None:
+            greedy = self.chances.of(known.greedy)
+            spliced = self.copying.splice(draft, greedy, lookup, limit, depth)
+            if spliced is not None:
+                return spliced
+        this = self.forecast.choose(known, min(limit, count), depth, self.sampler is not None)
+        if lookup is not None and draft.q is not None and this.chosen == count < limit:
+            self.copying.extend(this, draft.tokens.tolist(), lookup, limit)
+        return this
 
     def learn(self, accepted: int, offered: int) -> None:
         assert self.newest is not None
@@ -151,21 +141,22 @@ class Auto:
         if this.drafted:  # the drafter answers for its own tokens
             own = this.own
             self.budget.round_over(1 + min(accepted, own) - self.costs.round(own, depth) / plain)
-        self.probe, self.last, self.late = None, 0.0, 0  # none goes on across a round
+        self.forget_probe()  # none goes on across a round
         if not self.parked:
             tokens = expected_tokens(this.chances[:offered]) if this.chances else 1 + accepted
             self.forecast.count(tokens, seconds)
-        self.account.round_over(1 + accepted - seconds / plain)
-        if self.explain:
-            self.explain(words.round_line(this, self.forecast))
+        self.account.round_over(this, 1 + accepted - seconds / plain)
         if not self.parked:
             self.go_on(depth)
 
     def go_on(self, depth: int) -> None:
         """After a round, draft again, or park, or time plain decoding."""
         self.rounds_left -= 1
-        if self.budget.spent or self.forecast.hopeless(depth):
-            self.park(depth)
+        self.unpark(depth)
+        if self.parked:
+            if not self.budget.spent:
+                self.budget.close()
+            self.account.parking(depth)
         elif self.rounds_left <= 0:
             self.check_plain(depth)
         if self.parked:
@@ -181,13 +172,15 @@ class Auto:
             of.update(slot - first, this.chances[slot], float(slot < this.accepted))
         if this.own:
             self.chances.round_over()
+        self.costs.observe("verify", this.verifying, this.depth, 1 + this.offered)
+        if this.drafted:
+            self.costs.observe("draft", this.drafting, this.depth)
         if this.copy is not None:
             self.copying.offered.round_over()
-            self.costs.observe("verify", 1 + this.offered, this.verifying, this.depth)
-            return
-        self.costs.observe_round(this.drafting, this.verifying, 1 + this.offered, this.depth)
-        if len(this.values) == len(self.reading.values):
-            self.reading.round_over(this.values, this.chosen)
+        elif len(this.values) == len(self.constant.values):
+            self.constant.round_over(this.values, this.chosen)
+
+    # ---- plain tokens, some of them timed
 
     def check_plain(self, depth: int) -> None:
         """Time a few plain tokens, seldom enough to lose at most a quarter of SHARE."""
@@ -195,48 +188,10 @@ class Auto:
         tokens = self.forecast.tokens / MEMORY  # per round
         self.rounds_left = max(MEMORY, int(lost / (SHARE / 4) / tokens)) if tokens else MEMORY
         self.parked, self.check = True, CHECK
-        self.time_plain()
-
-    def park(self, depth: int) -> None:
-        if not self.budget.spent:
-            self.budget.close()
-        self.parked = True
-        self.time_plain()
-        if self.explain:
-            self.explain(f"parked at {depth}: {self.account.parking(depth)}")
-
-    def probe_due(self, depth: int) -> bool:
-        if not self.parked or self.check or self.probe is not None:
-            return False
-        self.asked = self.clock()
-        share = self.costs.probe_share(depth)
-        return self.budget.probe_due(share) and not self.forecast.hopeless(depth)
-
-    def start_probe(self, draft: Draft) -> None:
-        self.probe = Probe(draft)
-        self.chances.forget_half()
-        self.budget.since, self.budget.eager = 0, False
-        self.last, self.late, self.waited = 0.0, 2, 0.0
-        self.statistics.probes += 1
-
-    def time_plain(self) -> None:
-        """Start timing plain tokens."""
-        self.last = 0.0  # clock at the last token; 0: not usable
-        # Tokens still to come that wait for a probe's draft, and the time that they took.
-        self.late, self.waited = 0, 0.0
 
     def plain_token(self, token: int, logprobs: mx.array, waiting: float, depth: int) -> None:
-        now = self.clock()
         self.budget.since += 1
-        timed = self.last > 0 and (self.check or self.budget.since % SPAN == 0)
-        if timed and now - waiting > 0.5 * (now - self.last):  # else the reader was slow
-            self.costs.observe_plain(now - self.last, depth)
-        if self.late:
-            self.waited += now - (self.asked if self.late == 2 else waiting)
-            self.late -= 1
-            if not self.late:
-                self.observe_probe(depth)
-        self.last = now if not self.late else 0.0
+        self.time_token(waiting, depth)
         if self.check:
             self.check -= 1
             if not self.check:
@@ -246,18 +201,44 @@ class Auto:
         if self.probe is not None:
             self.compare(self.probe, token, logprobs, depth)
 
-    def observe_probe(self, depth: int) -> None:
-        """Learn what a draft costs from the two plain tokens that waited for it, if it is much: a
-        cheap one is lost in their scatter."""
-        plain = self.costs.plain(depth)
-        draft = self.waited - 2 * plain
-        if draft > plain:
-            self.costs.observe_draft(draft, depth)
+    def time_token(self, waiting: float, depth: int) -> None:
+        """Learn what plain decoding costs; and a draft, from the two plain tokens that waited for
+        it, if it is much: a cheap one is lost in their scatter."""
+        now, plain, last = self.clock(), self.costs.plain(depth), self.last
+        due = last > 0 and (self.check > 0 or self.budget.since % SPAN == 0)
+        self.last = now
+        if self.late:
+            self.waited += now - (self.asked if self.late == 2 else waiting)
+            self.late -= 1
+            if not self.late and self.waited > 3 * plain:
+                self.costs.observe("draft", self.waited - 2 * plain, depth)
+        elif due and now - waiting > 0.5 * (now - last):  # else the reader was slow
+            self.costs.observe("plain", now - last, depth)
+
+    # ---- drafts that are only watched
+
+    def probe_due(self, depth: int) -> bool:
+        if not self.parked or self.check or self.probe is not None:
+            return False
+        self.asked = self.clock()
+        share = self.costs.probe_share(depth)
+        return self.budget.probe_due(share) and not self.forecast.hopeless(depth)
+
+    def start_probe(self, draft: Draft) -> None:
+        self.probe, self.late, self.waited = Probe(draft), 2, 0.0
+        self.chances.forget_half()
+        self.budget.since, self.budget.eager = 0, False
+        self.statistics.probes += 1
+
+    def forget_probe(self) -> None:
+        self.probe = None
+        self.last, self.late = 0.0, 0  # clock at the last token; tokens that wait for the draft
 
     def compare(self, probe: Probe, token: int, logprobs: mx.array, depth: int) -> None:
         """Compare a plain token with the watched draft; the first that differs ends the probe."""
         if probe.slot == 0:
-            probe.evidence, probe.tokens = self.read(probe.draft), probe.draft.tokens.tolist()
+            probe.evidence = Evidence.of(probe.draft, self.chances.calibration)
+            probe.tokens = probe.draft.tokens.tolist()
         slot, agrees = probe.slot, probe.tokens[probe.slot] == token
         accepted = float(agrees)
         if self.sampler is not None and probe.draft.q is not None:
@@ -269,18 +250,19 @@ class Auto:
             self.finish_probe(probe, depth)
 
     def finish_probe(self, probe: Probe, depth: int) -> None:
-        """Book what a round with the watched draft would have won."""
+        """Book what a round with the watched draft would have won: the mean of expected and actual
+        tokens, less its time."""
         sampled = self.sampler is not None
+        if not sampled:  # else a good draft is often another one than was drawn
+            self.statistics.own_drafts[probe.slot] += 1
         this = self.forecast.choose(probe.evidence, len(probe.tokens), depth, sampled)
         seconds = self.costs.round(this.chosen, depth)
         tokens = expected_tokens(this.chances[: this.chosen])
         self.forecast.count(tokens, seconds, fading=1 / 3)
-        tokens = (tokens + 1 + min(probe.slot, this.chosen)) / 2  # mean of expected and actual
+        tokens = (tokens + 1 + min(probe.slot, this.chosen)) / 2
         self.budget.probe_over(tokens - seconds / self.costs.plain(depth))
         self.unpark(depth)
-        if self.explain:
-            line = words.probing(self.forecast, self.budget.balance, self.parked, depth)
-            self.explain(f"probe at {depth}: {line}")
+        self.account.probing(self.budget.balance, self.parked, depth)
 
     def verdict(self, depth: int) -> str:
         """Why this text was drafted or not, for the summary; the text is over."""

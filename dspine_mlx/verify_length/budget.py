@@ -1,7 +1,6 @@
 """Plain tokens that drafting may still lose: when it stops, and when it is tried again."""
 
 from dataclasses import dataclass
-from typing import Any
 
 START, CARRIED, CAP = 4.0, 12.0, 16.0  # plain tokens: at first, into a new text, and at most
 SHARE = 0.01  # of the time, at most, for drafts made while parked
@@ -26,14 +25,10 @@ class Budget:
     since: int = 0  # plain tokens since the last draft
     eager: bool = False  # whether the next probe waits for SHARE only
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Budget":
-        """Read from JSON; ValueError, KeyError or TypeError when it is not a budget."""
-        balance, credit = float(data["balance"]), float(data["credit"])
-        wait, since = int(data["wait"]), int(data["since"])
-        if not (0 <= balance <= CAP and 0 <= credit <= START and wait > 0 and since >= 0):
+    def __post_init__(self) -> None:
+        waits = FIRST_WAIT <= self.wait <= LAST_WAIT and self.since >= 0
+        if not (0 <= self.balance <= CAP and 0 <= self.credit <= START and waits):
             raise ValueError("a budget is out of range")
-        return cls(balance, credit, wait, since)
 
     @property
     def spent(self) -> bool:

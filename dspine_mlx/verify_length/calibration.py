@@ -14,7 +14,6 @@ rejected most.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
@@ -22,6 +21,7 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 from dspine_mlx.round.sampler import Sampler
 
 LIMIT = 20.0  # log-odds beyond are certainty
+STEEPEST = 1e3  # what a file may state: far beyond what is ever fitted
 BANDS = (0.0, 0.5, 0.9)  # sampled modes: temperatures above 0, from 0.5 and from 0.9 on
 
 
@@ -36,22 +36,16 @@ class Calibration:
     ece_after: float | None = None
     slopes: tuple[float, ...] = ()  # s; empty: 1 / T
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Calibration":
-        """Read from JSON; ValueError, KeyError or TypeError when it is not a calibration."""
-        T, b, s = (tuple(map(float, data[name])) for name in ("temperatures", "biases", "slopes"))
-        errors = [data[name] for name in ("ece_before", "ece_after")]
-        before, after = (None if error is None else float(error) for error in errors)
-        return cls(T, b, int(data["rounds"]), before, after, s)
-
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
-        if len(self.biases) != slots or not min(self.temperatures, default=1) > 0:
-            raise ValueError("temperatures must be above 0, with one bias for each")
+        if len(self.biases) != slots:
+            raise ValueError("there must be one bias for each temperature")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")
-        if not np.isfinite([*self.temperatures, *self.biases, *self.slopes]).all():
-            raise ValueError("temperatures, biases and slopes must be finite")
+        if not all(1 / STEEPEST <= t <= STEEPEST for t in self.temperatures):
+            raise ValueError(f"temperatures must lie between {1 / STEEPEST} and {STEEPEST}")
+        if not all(abs(number) <= STEEPEST for number in (*self.biases, *self.slopes)):
+            raise ValueError(f"biases and slopes must lie within {STEEPEST}")
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""

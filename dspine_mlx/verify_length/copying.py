@@ -8,8 +8,8 @@ from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
 from dspine_mlx.round.select import Draft, log_odds
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.chances import Chances
+from dspine_mlx.verify_length.constant_length import EVERY
 from dspine_mlx.verify_length.forecast import Forecast
-from dspine_mlx.verify_length.reading import EVERY
 from dspine_mlx.verify_length.records import Round
 from dspine_mlx.verify_length.rules import Floats, contested, length_values
 

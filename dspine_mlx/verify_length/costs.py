@@ -8,7 +8,6 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ ALIKE = 0.7  # correlation of the costs of neighbouring widths
 CHEAPER = 0.6  # a forward faster than this share of the time of one row fewer was disturbed
 APART = 2.5  # a plain token and a forward over one row differ by less than this factor
 MOST = 2.0  # factor by which one process changes what is on file
+SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step that a file may state
 
 
 @dataclass(frozen=True)
@@ -37,41 +37,28 @@ class Curve:
         seconds = [*self.plain, *self.draft, *self.verify[0], *self.verify[1]]
         if len(self.verify[0]) != len(self.verify[1]) or len(self.verify[0]) < 2:
             raise ValueError("verify must name as many widths at both depths, at least 2")
-        if not all(math.isfinite(s) and s > 0 for s in seconds) or self.depths[0] >= self.depths[1]:
-            raise ValueError("seconds must be above 0 and depths ascending")
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Curve":
-        """Read from JSON; ValueError, KeyError or TypeError when it is not a curve."""
-        pairs = [tuple(map(float, data[name])) for name in ("plain", "draft")]
-        low, high = (tuple(map(float, rows)) for rows in data["verify"])
-        shallow, deep = map(int, data["depths"])
-        (p, q), (d, e) = pairs
-        return cls((shallow, deep), (p, q), (d, e), (low, high), bool(data["measured"]))
+        if not all(SHORTEST <= s <= LONGEST for s in seconds):
+            raise ValueError(f"a step takes {SHORTEST} to {LONGEST} seconds")
+        if not 0 <= self.depths[0] < self.depths[1]:
+            raise ValueError("depths must ascend from 0 on")
 
     def at(self, depth: int) -> list[float]:
         """[plain, verify 1 row .. M + 1 rows, draft] after depth positions."""
         share = max(0.0, (depth - self.depths[0]) / (self.depths[1] - self.depths[0]))
-        return [low + share * rise for low, rise in self.lines]
+        return [low + share * max(0.0, high - low) for low, high in self.steps]
 
     @cached_property
-    def lines(self) -> list[tuple[float, float]]:
-        """The costs at the first depth, and what the second adds."""
-        low, high = (
-            [p, *v, d] for p, v, d in zip(self.plain, self.verify, self.draft, strict=True)
-        )
-        return [(a, max(0.0, b - a)) for a, b in zip(low, high, strict=True)]
+    def steps(self) -> list[tuple[float, float]]:
+        """The costs at both depths, in the order of `at`."""
+        verify = zip(*self.verify, strict=True)
+        return [self.plain, *((low, high) for low, high in verify), self.draft]
 
     def scaled(self, factors: list[float]) -> "Curve":
         """Multiply the costs [plain, verify 1 row .. M + 1 rows, draft] by a factor each."""
-        plain, *rows, draft = factors
-        low, high = (
-            tuple(s * f for s, f in zip(verify, rows, strict=True)) for verify in self.verify
-        )
-        (p, q), (d, e) = self.plain, self.draft
-        return replace(
-            self, plain=(p * plain, q * plain), draft=(d * draft, e * draft), verify=(low, high)
-        )
+        pairs = zip(self.steps, factors, strict=True)
+        plain, *rows, draft = ((low * f, high * f) for (low, high), f in pairs)
+        low, high = zip(*rows, strict=True)
+        return replace(self, plain=plain, draft=draft, verify=(low, high))
 
     def contradiction(self) -> str:
         """A sign, in words, of other programs running while the curve was measured; else ""."""
@@ -139,19 +126,9 @@ class Costs:
         """Seconds of a draft, in plain tokens."""
         return self.draft(depth) / self.plain(depth)
 
-    def observe_plain(self, seconds: float, depth: int) -> None:
-        self.observe("plain", 0, seconds, depth)
-
-    def observe_round(self, draft: float, verify: float, width: int, depth: int) -> None:
-        self.observe("verify", width, verify, depth)
-        self.observe_draft(draft, depth)
-
-    def observe_draft(self, seconds: float, depth: int) -> None:
-        self.observe("draft", self.widths + 1, seconds, depth)
-
-    def observe(self, name: str, kind: int, seconds: float, depth: int) -> None:
-        """Learn from a step's time. kind: 0 plain, 1 .. M + 1 a verify width, M + 2 a draft, as in
-        `predict`."""
+    def observe(self, name: str, seconds: float, depth: int, rows: int = 0) -> None:
+        """Learn from the time of a step: "plain", "draft", or "verify" over so many rows."""
+        kind = {"plain": 0, "draft": -1}.get(name, rows)
         if not seconds > 0:
             log.warning("a clock went backwards (%s s for a step); this time is ignored", seconds)
             return

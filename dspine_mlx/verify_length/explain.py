@@ -1,6 +1,6 @@
 """Rounds and verdicts in words. Nothing here decides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -12,24 +12,35 @@ from dspine_mlx.verify_length.records import Round
 
 @dataclass
 class Account:
-    """What one text's rounds gained, in plain tokens' time."""
+    """What one text's rounds gained, in plain tokens' time; `explain` gets a line per event."""
 
     forecast: Forecast
     statistics: Statistics
+    explain: Callable[[str], None] | None = None
     saved: float = 0.0  # by all rounds
     falling: float = 0.0  # lost since the balance was highest
     parked: int = 0  # tokens decoded while parked
 
-    def round_over(self, gain: float) -> None:
+    def round_over(self, this: Round, gain: float) -> None:
         self.saved += gain
         self.falling = max(0.0, self.falling - gain)
+        if self.explain:
+            self.explain(round_line(this, self.forecast))
 
-    def parking(self, depth: int) -> str:
-        """Why drafting stops: what rounds can give, or what they did give."""
-        if self.forecast.hopeless(depth):
-            return hopelessness(self.forecast, depth)
+    def parking(self, depth: int) -> None:
+        """Say why drafting stops: what rounds can give, or what they did give."""
+        if not self.explain:
+            return
         lost = f"its rounds have lost {self.falling:.1f} plain tokens' time"
-        return f"{lost} since the balance was highest, and the balance is spent"
+        why = f"{lost} since the balance was highest, and the balance is spent"
+        if self.forecast.hopeless(depth):
+            why = hopelessness(self.forecast, depth)
+        self.explain(f"parked at {depth}: {why}")
+
+    def probing(self, balance: float, parked: bool, depth: int) -> None:
+        """Say what a draft that was only watched has shown."""
+        if self.explain:
+            self.explain(f"probe at {depth}: {probed(self.forecast, balance, parked, depth)}")
 
     def verdict(self, parked: bool, depth: int) -> str:
         """Why the text was drafted or not."""
@@ -76,7 +87,7 @@ def round_line(this: Round, forecast: Forecast) -> str:
     )
 
 
-def probing(forecast: Forecast, balance: float, parked: bool, depth: int) -> str:
+def probed(forecast: Forecast, balance: float, parked: bool, depth: int) -> str:
     """What a draft that was only watched has shown."""
     if forecast.hopeless(depth):
         return hopelessness(forecast, depth)

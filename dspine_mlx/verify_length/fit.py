@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
+from dspine_mlx.round.lookup import Copy, Lookup
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.calibration import (
@@ -40,12 +41,14 @@ class Recorder(Fixed):
         self.accepted: list[int] = []
         self.whole = False
 
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
         self.whole = limit >= self.tokens
         if self.whole:
             assert draft.evidence is not None
             self.evidence.append(draft.evidence.log_odds())
-        return min(self.tokens, limit)
+        return None, min(self.tokens, limit)
 
     def learn(self, accepted: int, offered: int) -> None:
         if self.whole and offered == self.tokens:

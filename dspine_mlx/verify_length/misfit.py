@@ -14,6 +14,7 @@ ERROR_RATE = 0.01  # share of good pairs that are ever warned about, at most
 HARD = 8.0  # factor by which hard text has fewer first tokens accepted than the pair's usual text
 MISJUDGED = 2.0  # a calibrated chance may be this many times too high on text unlike its own
 UNKNOWN = 0.4  # first tokens accepted where nothing is known: any useful drafter's, on usual text
+LEAST = 0.08  # and on hard text
 ROUNDS = 192  # a drafter without a warning after so many is taken to fit
 
 
@@ -70,7 +71,9 @@ class Misfit:
         if self.over:
             return None
         expected = UNKNOWN if self.expected is None else self.expected
-        least = expected / HARD if chance is None else chance / MISJUDGED
+        least = LEAST if self.expected is None else expected / HARD
+        if chance is not None:
+            least = chance / MISJUDGED
         self.rounds += 1
         self.tokens += 1 + accepted
         self.accepted += accepted > 0
@@ -82,16 +85,15 @@ class Misfit:
         self.over = wrong or self.rounds >= ROUNDS
         return self.warning() if wrong else None
 
-    def text_over(self, accepted: Counter[int], offered: Counter[int]) -> str | None:
+    def text_over(self, drafts: Counter[int]) -> str | None:
         """Count a text; returns the warning if this text makes it due.
 
-        accepted, offered: how many rounds accepted and offered how many tokens. Rounds without an
-        offer show nothing. Those that accepted some are counted first, so only the whole text
-        counts.
+        drafts: how many of the drafter's own drafts had how many tokens accepted. Those that had
+        some are counted first, so only the whole text counts.
         """
         said = None
-        for n in sorted(accepted, reverse=True):
-            for _ in range(accepted[n] if n else accepted[0] - offered[0]):
+        for n in sorted(drafts, reverse=True):
+            for _ in range(drafts[n]):
                 said = self.round_over(n) or said
         return said
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dspine_mlx.cache_folder import reading
+from dspine_mlx.cache_folder import reading, restored
 from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length import store
 from dspine_mlx.verify_length.calibration import Calibration
@@ -47,7 +47,7 @@ def costs_on_file() -> Iterator[CostsOnFile]:
         try:
             with reading(path) as data:
                 pair = pair_name(data)
-                curve = Curve.from_dict(data["curve"])
+                curve = restored(Curve, data["curve"])
                 device, version = str(data["key"]["device"]), str(data["key"]["mlx"])
         except InputError:
             yield CostsOnFile(path.name, days_old(path), "unknown pair", UNREADABLE)
@@ -61,7 +61,7 @@ def calibrations_on_file() -> Iterator[CalibrationsOnFile]:
         try:
             with reading(path) as data:
                 pair = pair_name(data)
-                modes = {str(m): Calibration.from_dict(value) for m, value in data["modes"].items()}
+                modes = {str(m): restored(Calibration, value) for m, value in data["modes"].items()}
         except InputError:
             yield CalibrationsOnFile(path.name, days_old(path), "unknown pair", UNREADABLE)
             continue

@@ -46,7 +46,7 @@ class Round:
     @property
     def own(self) -> int:
         """Tokens offered that are the drafter's."""
-        return self.offered if self.copy is None else self.copy.after
+        return self.offered if self.copy is None else min(self.offered, self.copy.after)
 
     def seconds(self, costs: Costs) -> float:
         """That it is expected to take."""

@@ -11,19 +11,15 @@ from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.batch.policy import BatchPolicy
 from dspine_mlx.drafters.drafter import Drafter
-from dspine_mlx.round.policy import Fixed, FixedCopies, Policy
+from dspine_mlx.round.lookup import COPIED, CopyChances
+from dspine_mlx.round.policy import Fixed, Policy
 from dspine_mlx.verify_length import profile as profiling
+from dspine_mlx.verify_length import store
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
 from dspine_mlx.verify_length.calibration import Calibration, mode_of, uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.readings import use_reading
-from dspine_mlx.verify_length.store import (
-    load_calibrations,
-    load_reading,
-    read_costs,
-    write_costs,
-)
 
 log = logging.getLogger(__name__)
 MINUTE = 60.0  # seconds, at least, between two writes of what a process learnt
@@ -73,34 +69,32 @@ def prepare(
     calibration: a file that `dspine-mlx calibrate` wrote; None: the pair's own, if there is one.
     explain: called with a line for every round and probe.
     """
-    calibrations = load_calibrations(drafter, calibration)
+    calibrations = store.load_calibrations(drafter, calibration)
     if calibration is not None:
-        use_reading(drafter, load_reading(drafter, calibration))
-    curve, budgets, right = (
-        pair_costs(drafter) if profile else (profiling.guess(drafter), {}, False)
-    )
-    keep = partial(write_costs, drafter) if right else None
+        use_reading(drafter, store.load_reading(drafter, calibration))
+    curve, budgets = pair_costs(drafter) if profile else (profiling.guess(drafter), {})
+    keep = partial(store.write_costs, drafter) if profile and not curve.contradiction() else None
     schedule = drafter.schedule = Schedule(Costs(curve), calibrations, explain, budgets, keep)
     return schedule
 
 
-def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget], bool]:
-    """A pair's curve and budgets from the file, or measured now; and whether to keep them on file.
+def pair_costs(drafter: Drafter) -> tuple[Curve, dict[str, Budget]]:
+    """A pair's curve and budgets from the file, or measured now.
 
     Costs that contradict themselves are measured once more, and not kept if they still do.
     """
-    curve, budgets, misfit = read_costs(drafter)
+    curve, budgets, misfit = store.read_costs(drafter)
     drafter.misfit = misfit or drafter.misfit
     if curve is not None:
-        return curve, budgets, True
+        return curve, budgets
     curve = profiling.measure(drafter)
     if curve.contradiction():
         curve = profiling.measure(drafter)
     if curve.contradiction():
         log.warning("the measured costs are not kept: %s", curve.contradiction())
-        return curve, {}, False
-    write_costs(drafter, curve, {})
-    return curve, {}, True
+    else:
+        store.write_costs(drafter, curve, {})
+    return curve, {}
 
 
 def schedule_of(drafter: Drafter) -> Schedule:
@@ -112,12 +106,13 @@ def schedule_of(drafter: Drafter) -> Schedule:
 def policy_for(
     verify_length: int | str | Policy, drafter: Drafter, sampler: SamplerFunction
 ) -> Policy:
+    slots = drafter.config.num_proposals
     if verify_length == 0 or drafter.plain or drafter.target.verify_kernels.width_limit < 2:
         return Fixed(0)
     if isinstance(verify_length, str):
         return schedule_of(drafter).policy(drafter, sampler)
     if not isinstance(verify_length, int):
         return verify_length
-    if not drafter.config.num_proposals:
-        return FixedCopies(verify_length) if verify_length else Fixed(0)
-    return Fixed(min(verify_length, drafter.config.num_proposals))
+    if slots:
+        return Fixed(min(verify_length, slots))
+    return Fixed(min(verify_length, COPIED), parked=True, copies=CopyChances())

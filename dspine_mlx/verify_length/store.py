@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dspine_mlx.cache_folder import cache_folder, present, reading, write_json
+from dspine_mlx.cache_folder import cache_folder, present, reading, restored, write_json
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.verify_length.budget import Budget
@@ -46,13 +46,13 @@ def read_costs(drafter: Drafter) -> Shown:
         return Shown()
     try:
         with reading(path) as data:
-            curve = Curve.from_dict(data["curve"])
+            curve = restored(Curve, data["curve"])
             widths = drafter.most_offered + 1
             if data["key"] != pair_key(drafter) or len(curve.verify[0]) != widths:
                 raise InputError("it belongs to another pair")
             if curve.contradiction():
                 raise InputError(curve.contradiction())
-            budgets = {str(m): Budget.from_dict(b) for m, b in data.get("budgets", {}).items()}
+            budgets = {str(m): restored(Budget, b) for m, b in data.get("budgets", {}).items()}
             misfit = Misfit.from_dict(data["misfit"]) if "misfit" in data else None
     except InputError as error:
         log.warning("%s can't be used (%s); the costs are measured again", path, error)
@@ -99,7 +99,7 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
         with reading(path) as data:
             if data["key"] != calibration_key(drafter):
                 raise InputError("it belongs to another pair")
-            modes = {name: Calibration.from_dict(value) for name, value in data["modes"].items()}
+            modes = {name: restored(Calibration, value) for name, value in data["modes"].items()}
             if any(len(c.biases) != drafter.config.num_proposals for c in modes.values()):
                 raise InputError("it has another number of slots")
     except InputError as error:

@@ -129,10 +129,10 @@ def test_measuring_covers_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
         low, high = curve.curve.verify
         assert len(low) == drafter.config.num_proposals + 1
         assert curve.curve.depths == (profile.PROMPT, profile.DEEP)
-        usual = 0.5 * curve.texts * (profile.DEEP - profile.PROMPT) / (2048 - 64)
+        expected = 0.5 * curve.texts * (profile.DEEP - profile.PROMPT) / (2048 - 64)
         added = np.subtract(high, low)
-        assert (added >= usual / profile.APART - 1e-9).all()
-        assert (added <= profile.APART * usual + np.array(low) / 10 + 1e-9).all()
+        assert (added >= expected / profile.APART - 1e-9).all()
+        assert (added <= profile.APART * expected + np.array(low) / 10 + 1e-9).all()
     first = curves[0].curve.verify[0]
     assert first[2] == pytest.approx((first[1] + first[3]) / 2)
 

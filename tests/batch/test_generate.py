@@ -289,6 +289,14 @@ def test_what_batch_generate_returns(model: nn.Module, tokenizer: TokenizerWrapp
         ({"verify_length": -1}, "verify_length is -1"),
         ({"completion_batch_size": 0}, "completion_batch_size is 0"),
         ({"sampler": dspine_mlx.Sampler(temp=1.0, top_k=4000)}, "top_k is 4000"),
+        ({"sampler": 5}, "sampler is 5; it must be a function"),
+        ({"sampler": [None, "greedy"]}, "sampler is 'greedy'"),
+        ({"draft_filter": 5}, "draft_filter is 5"),
+        ({"logits_processors": 5}, "logits_processors is 5; it must be a list"),
+        ({"logits_processors": [[], ["x"]]}, r"logits_processors\[0\] is 'x'"),
+        ({"stream": 5}, "stream is 5"),
+        ({"seeds": [1, True]}, "seed is True"),
+        ({"prompt_caches": 5}, "prompt_cache is a int"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -297,3 +305,16 @@ def test_wrong_arguments_are_refused(
     drafter = EVERY["dflash"](model)
     with pytest.raises(dspine_mlx.InputError, match=said):
         dspine_mlx.batch_generate(model, tokenizer, PROMPTS[:2], drafter, **wrong)
+
+
+@pytest.mark.parametrize("with_drafter", [True, False])
+@pytest.mark.parametrize("place", ["model", "tokenizer", "prompts"])
+@pytest.mark.parametrize("wrong", [None, 5, "hello", {}, object()], ids=repr)
+def test_what_a_batch_is_made_of(
+    model: nn.Module, tokenizer: TokenizerWrapper, with_drafter: bool, place: str, wrong: Any
+) -> None:
+    """A string is no list of prompts, but a prompt."""
+    given = {"model": model, "tokenizer": tokenizer, "prompts": PROMPTS} | {place: wrong}
+    drafter = EVERY["dflash"](model) if with_drafter else None
+    with pytest.raises(dspine_mlx.InputError, match=f"{place} is a"):
+        dspine_mlx.batch_generate(**given, drafter=drafter)

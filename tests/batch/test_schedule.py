@@ -33,26 +33,29 @@ def tokens(rows: list[list[float]], lengths: list[int]) -> float:
 
 
 def exhaustive(
-    rows: list[list[float]], curve: list[float], worth: float, fed: Callable[[list[int]], int]
+    rows: list[list[float]],
+    curve: list[float],
+    per_token: float,
+    fed: Callable[[list[int]], int],
 ) -> float:
     choices = [list(c) for c in product(*(range(len(row) + 1) for row in rows))]
-    return max(worth * tokens(rows, c) - curve[fed(c) - 1] for c in choices)
+    return max(per_token * tokens(rows, c) - curve[fed(c) - 1] for c in choices)
 
 
 @settings(max_examples=150, deadline=None)
 @given(texts, curves, st.floats(0.0, 4.0))
 def test_padded_rows_are_the_best_of_all_lengths(
-    rows: list[list[float]], curve: list[float], worth: float
+    rows: list[list[float]], curve: list[float], per_token: float
 ) -> None:
     def fed(lengths: list[int]) -> int:
         return len(lengths) * (1 + max(lengths))
 
-    lengths, count, expected = best(padded(rows), lambda n: curve[n - 1], worth)
+    lengths, count, expected = best(padded(rows), lambda n: curve[n - 1], per_token)
     assert all(0 <= n <= len(row) for n, row in zip(lengths, rows, strict=True))
     assert count >= fed(lengths)
     assert abs(expected - tokens(rows, lengths)) < 1e-9
-    value = worth * expected - curve[count - 1]
-    assert value >= exhaustive(rows, curve, worth, fed) - 1e-9
+    value = per_token * expected - curve[count - 1]
+    assert value >= exhaustive(rows, curve, per_token, fed) - 1e-9
 
 
 def test_steps_in_the_costs_are_looked_across() -> None:
@@ -70,7 +73,7 @@ def test_a_text_near_its_end_offers_what_it_may() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.floats(0.0, 4.0))
 def test_the_block_is_the_best_of_all_widths(
-    data: st.DataObject, B: int, R: int, M: int, worth: float
+    data: st.DataObject, B: int, R: int, M: int, per_token: float
 ) -> None:
     """Against every width, and every length of every one of the rounds that may come."""
     chances = data.draw(st.lists(chance, min_size=B * R * M, max_size=B * R * M))
@@ -79,17 +82,19 @@ def test_the_block_is_the_best_of_all_widths(
     )
     rounds = np.array(chances).reshape(B, R, M).cumprod(axis=-1)
     draft, verify = np.array(seconds[:M]), np.array(seconds[M:])
-    plan = planned(rounds, np.tile(draft, (B, 1)), verify, worth)  # texts are free: all are drafted
+    plan = planned(
+        rounds, np.tile(draft, (B, 1)), verify, per_token
+    )  # texts are free: all are drafted
 
     def value(width: int, lengths: tuple[int, ...]) -> float:
-        each = [worth * (B + rounds[:, r, :n].sum()) - verify[n] for r, n in enumerate(lengths)]
+        each = [per_token * (B + rounds[:, r, :n].sum()) - verify[n] for r, n in enumerate(lengths)]
         return sum(each) / R - draft[width - 1]
 
     values = {
         width: max(value(width, lengths) for lengths in product(range(width + 1), repeat=R))
         for width in range(1, M + 1)
     }
-    expected = worth * plan.tokens.sum() - plan.seconds
+    expected = per_token * plan.tokens.sum() - plan.seconds
     assert abs(expected - values[plan.slots]) < 1e-9
     assert values[plan.slots] >= max(values.values()) - 1e-9
     assert (plan.tokens >= 1).all()
@@ -98,7 +103,7 @@ def test_the_block_is_the_best_of_all_widths(
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.floats(0.0, 4.0))
 def test_the_texts_drafted_for_are_the_best_of_all_sets(
-    data: st.DataObject, B: int, M: int, worth: float
+    data: st.DataObject, B: int, M: int, per_token: float
 ) -> None:
     """Against every set of texts, every width and every length."""
     chances = data.draw(st.lists(chance, min_size=B * M, max_size=B * M))
@@ -106,11 +111,11 @@ def test_the_texts_drafted_for_are_the_best_of_all_sets(
     cost = st.floats(0.1, 3.0)
     draft = np.array(data.draw(st.lists(cost, min_size=B * M, max_size=B * M))).reshape(B, M)
     verify = np.array(data.draw(st.lists(cost, min_size=M + 1, max_size=M + 1)))
-    plan = planned(rows, draft, verify, worth)
+    plan = planned(rows, draft, verify, per_token)
 
     def value(chosen: tuple[bool, ...], width: int, n: int) -> float:
         gained = sum(rows[i, 0, :n].sum() for i in range(B) if chosen[i])
-        return float(worth * (B + gained) - verify[n] - draft[sum(chosen) - 1, width - 1])
+        return float(per_token * (B + gained) - verify[n] - draft[sum(chosen) - 1, width - 1])
 
     sets = [chosen for chosen in product((False, True), repeat=B) if any(chosen)]
     wanted = max(
@@ -122,7 +127,7 @@ def test_the_texts_drafted_for_are_the_best_of_all_sets(
     chosen = tuple(map(bool, plan.drafted))
     reached = max(value(chosen, plan.slots, n) for n in range(plan.slots + 1))
     assert reached >= wanted - 1e-9
-    assert abs(worth * plan.tokens.sum() - plan.seconds - reached) < 1e-9
+    assert abs(per_token * plan.tokens.sum() - plan.seconds - reached) < 1e-9
     assert (plan.tokens[~plan.drafted] == 1).all()
 
 

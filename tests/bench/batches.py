@@ -7,7 +7,7 @@ and a second run goes on where the first one stopped.
 
     LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 OPENBLAS_NUM_THREADS=1 \\
         MLX_DISABLE_COMPILE=1 python -m tests.bench.batches FILE [--requests 1 2 4 8 16] [--turns 5]
-        [--tokens 128] [--pair shipped|useless|hopeless] [--ways drafted in-turn]
+        [--tokens 128] [--pair shipped|useless|hopeless] [--modes drafted in-turn]
 
 --pair useless: a drafter with random weights; hopeless: one text of random tokens among easy ones.
 Without OpenBLAS rows cost full price, and drafting loses everywhere.
@@ -39,7 +39,7 @@ BARS = {1: 1.8, 2: 1.5, 4: 1.25, 8: 1.05, 16: 0.97}
 
 @dataclass
 class Ran:
-    """One way's texts, its seconds, and those after which each text was complete."""
+    """One mode's texts, its seconds, and those after which each text was complete."""
 
     texts: list[list[int]]
     seconds: float
@@ -135,23 +135,23 @@ def in_turn(pair: Pair, prompts: list[list[int]], tokens: int) -> Ran:
     return Ran(texts, seconds, done)
 
 
-WAYS: dict[str, Callable[[Pair, list[list[int]], int], Ran]] = {
+MODES: dict[str, Callable[[Pair, list[list[int]], int], Ran]] = {
     "drafted": drafted,
     "in-turn": in_turn,
 }
 
 
-def compare(pair: Pair, way: str, requests: int, turn: int, tokens: int) -> dict[str, Any]:
-    """One turn: the way's speed over plain batching's, of all texts and of the slowest one."""
+def compare(pair: Pair, mode: str, requests: int, turn: int, tokens: int) -> dict[str, Any]:
+    """One turn: the mode's speed over plain batching's, of all texts and of the slowest one."""
     prompts = pair.prompts(requests, turn)
-    theirs, ours = plain(pair, prompts, tokens), WAYS[way](pair, prompts, tokens)
+    theirs, ours = plain(pair, prompts, tokens), MODES[mode](pair, prompts, tokens)
     speeds = [speed(ours, i) / speed(theirs, i) for i in range(requests)]
     total = sum(map(len, theirs.texts)) / theirs.seconds
     done = ours.statistics
     return {
         "requests": requests,
         "turn": turn,
-        "way": way,
+        "way": mode,
         "ratio": sum(map(len, ours.texts)) / ours.seconds / total,
         "least": min(speeds),
         "plain": total,
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pair", choices=("shipped", "useless", "hopeless"), default="shipped")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["drafted"])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["drafted"])
     args = parser.parse_args()
     rows = read(args.file)
     known = {(r["pair"], r["way"], r["requests"], r["turn"]) for r in rows}
@@ -181,10 +181,10 @@ def main() -> None:
     for requests in args.requests:
         compare(pair, "drafted", requests, args.turns, args.tokens)  # unrecorded, to warm up
         for turn in range(args.turns):
-            for way in args.ways:
-                if (args.pair, way, requests, turn) in known:
+            for mode in args.modes:
+                if (args.pair, mode, requests, turn) in known:
                     continue
-                row = {"pair": args.pair} | compare(pair, way, requests, turn, args.tokens)
+                row = {"pair": args.pair} | compare(pair, mode, requests, turn, args.tokens)
                 rows.append(row)
                 with args.file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -196,8 +196,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """A line per pair, way and number of requests: medians, and the ranges of the ratios."""
-    print("pair      way      requests  ratio (range)        slowest text  same  bar")
+    """A line per pair, mode and number of requests: medians, and the ranges of the ratios."""
+    print("pair      mode     requests  ratio (range)        slowest text  same  bar")
     for key in sorted({(r["pair"], r["way"], r["requests"]) for r in rows}):
         own = [r for r in rows if (r["pair"], r["way"], r["requests"]) == key]
         ratios, least = [r["ratio"] for r in own], [r["least"] for r in own]

@@ -37,7 +37,7 @@ class FreeRows(Costs):
         super().__init__(Curve((64, 2048), (1e-3, 1e-3), (1e-5, 1e-5), (rows, rows)))
         self.seen = {"plain": 1, "verify": 1, "draft": 1}
 
-    def observe(self, name: str, kind: int, seconds: float, depth: int) -> None: ...
+    def observe(self, name: str, seconds: float, depth: int, rows: int = 0) -> None: ...
 
 
 class Attentive(Auto):

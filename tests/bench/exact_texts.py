@@ -23,7 +23,7 @@ import dspine_mlx
 from dspine_mlx.batch.target_rows import refusal
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO
-from dspine_mlx.round.lookup import CopyChances
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.select import Draft
 from dspine_mlx.target.model import Target
@@ -62,11 +62,10 @@ class AnyLength(Fixed):
 
     def start_text(self, *_: Any) -> None: ...
 
-    def length(self, draft: Draft, limit: int, depth: int, seconds: float) -> int:
-        return self.rng.randint(0, limit)
-
-    def copied_length(self, copy: Draft, draft: Draft, limit: int, depth: int) -> int:
-        return self.rng.randint(0, min(limit, len(copy.tokens)))
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
+        return None, self.rng.randint(0, min(limit, len(draft.tokens)))
 
     def learn(self, accepted: int, offered: int) -> None:
         self.parked = self.rng.random() < 0.1

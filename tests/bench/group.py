@@ -75,14 +75,14 @@ def measure(target: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, 
         for mode, found in ratios.items():
             drafted = {"verify_length": lengths[mode], "lookup": False} | options
             ours = partial(stream_generate, target.model, tokenizer, prompt, drafter, **drafted)
-            ways: dict[str, Callable[[], Iterable[Any]]] = {
+            runs: dict[str, Callable[[], Iterable[Any]]] = {
                 "plain": partial(plain_in_step, target, tokenizer, prompt, Sampler(), **options),
                 mode: ours,
             }
-            order = ways if seed % 2 else reversed(ways)
-            taken = {way: seconds(ways[way]()) for way in order}
+            order = runs if seed % 2 else reversed(runs)
+            taken = {run: seconds(runs[run]()) for run in order}
             found.append(taken["plain"] / taken[mode])
-            each = ", ".join(f"{way} {1000 * s / args.tokens:.2f}" for way, s in taken.items())
+            each = ", ".join(f"{run} {1000 * s / args.tokens:.2f}" for run, s in taken.items())
             say(f"text {seed}: {each} ms per token: {found[-1]:.3f}")
         if time.monotonic() - begun > args.seconds:
             break

@@ -100,9 +100,9 @@ def draw_steps(axes: Axes, curve: Curve) -> None:
 
 def draw_gains(axes: Axes, curve: Curve) -> None:
     """(1 + a_1 + ... + a_l) plain / (draft + T(1 + l)), a_j the share of blocks with j accepted."""
-    stands = np.load(TRACE)["stands"]
+    accepted = np.load(TRACE)["stands"]
     lengths = np.arange(len(curve.verify[0]))
-    tokens = 1 + np.cumsum([0.0, *((stands >= j).mean() for j in lengths[1:])])
+    tokens = 1 + np.cumsum([0.0, *((accepted >= j).mean() for j in lengths[1:])])
     for depth in curve.depths:
         plain, *verify, draft = curve.at(depth)
         gains = tokens * plain / (draft + np.array(verify))

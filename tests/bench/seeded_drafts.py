@@ -96,8 +96,8 @@ def main() -> None:
         same, found["foreseen"] = count(pair, prompts, seeded, True, args.tokens)
         found["sampled"] = count(pair, prompts, plain, True, args.tokens)[1]
         report = {"temperature": temp, "same text": sum(map(list.__eq__, texts, same))}
-        for way, counts in found.items():
-            report[way] = [round(ratio(counts), 3), interval(counts)]
+        for mode, counts in found.items():
+            report[mode] = [round(ratio(counts), 3), interval(counts)]
         report["foreseen - one-hot"] = interval(found["foreseen"], found["one-hot"])
         print(json.dumps(report), flush=True)
 

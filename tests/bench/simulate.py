@@ -176,7 +176,7 @@ def replay(
             continue
         read = policy.needs_evidence
         seconds = machine.take(draft)
-        length = policy.length(trace.draft(i, read), limit, depth, seconds)
+        _, length = policy.choose(trace.draft(i, read), None, limit, depth, seconds)
         machine.take(rows[length] + machine.reading * read)
         accepted = min(length, trace.accepted[i])
         policy.learn(accepted, length)

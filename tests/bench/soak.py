@@ -226,7 +226,7 @@ class Soak:
         bad = bool(status) and status[0][:1] == b"5" and status[0] != b"501"
         self.note("hostile", f"{content[:300]!r}: {answer[:300]!r}" if bad else None)
 
-    def at_once(self, jobs: list[Any], clients: int) -> None:
+    def concurrently(self, jobs: list[Any], clients: int) -> None:
         """Each client takes the next job until none is left."""
         left = iter(jobs)
 
@@ -256,7 +256,7 @@ class Soak:
                 jobs.append(partial(self.hang_up, draw.request(), draw.rng.choice((0, 1, 400))))
             else:
                 jobs.append(partial(self.ask, draw.request()))
-        self.at_once(jobs, clients)
+        self.concurrently(jobs, clients)
 
 
 def state_of(server: Server) -> dict[str, int]:

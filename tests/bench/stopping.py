@@ -70,9 +70,9 @@ def values(table: Table, seconds: np.ndarray, rate: float) -> np.ndarray:
     W = np.zeros((M + 1, K, len(GRID)))
     for k in range(M - 1, -1, -1):
         for i in range(K):
-            stands = GRID * table.c[k, i]
-            later = np.stack([np.interp(stands, GRID, W[k + 1, j]) for j in range(K)])
-            gain = stands - rate * (seconds[k + 1] - seconds[k]) + later
+            accepted = GRID * table.c[k, i]
+            later = np.stack([np.interp(accepted, GRID, W[k + 1, j]) for j in range(K)])
+            gain = accepted - rate * (seconds[k + 1] - seconds[k]) + later
             W[k, i] = table.q[k, i] @ np.maximum(gain, 0)
     return W
 
@@ -89,11 +89,11 @@ def lengths(rule: str, table: Table, path: list[int], seconds: np.ndarray, rate:
             c.tolist(), greedy_path.tolist(), seconds.tolist(), [1 / rate] * len(c)
         )
     W = values(table, seconds, rate) if rule == "induction" else np.zeros((len(c) + 1, 16, 32))
-    stands = 1.0
+    accepted = 1.0
     for k, j in enumerate(path):
-        stands *= c[k]
-        later = np.interp(stands, GRID, W[k + 1, j]) if rule == "induction" else 0.0
-        if stands + later <= rate * (seconds[k + 1] - seconds[k]):
+        accepted *= c[k]
+        later = np.interp(accepted, GRID, W[k + 1, j]) if rule == "induction" else 0.0
+        if accepted + later <= rate * (seconds[k + 1] - seconds[k]):
             return k
     return len(path)
 

@@ -2,7 +2,7 @@
 
     python -m tests.bench.transfer_space [--vocab 151936 --size 4096 --rank 1024]
 
-Each way runs in a process of its own on the same random bfloat16 head. Memory is the peak resident
+Each mode runs in a process of its own on the same random bfloat16 head. Memory is the peak resident
 size beyond what the process holds once the head is there.
 """
 
@@ -39,7 +39,7 @@ def resident(line: str) -> int:
     return int(status.split(f"{line}:")[1].split()[0]) * 1024
 
 
-def measure(way: str, vocab: int, size: int, rank: int) -> None:
+def measure(mode: str, vocab: int, size: int, rank: int) -> None:
     mx.random.seed(0)
     head = mx.random.normal((vocab, size), dtype=mx.bfloat16)
     head = head * mx.linspace(0.5, 2, size).astype(mx.bfloat16)  # no two eigenvalues alike
@@ -47,10 +47,10 @@ def measure(way: str, vocab: int, size: int, rank: int) -> None:
     mx.clear_cache()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making the head
     before, start, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
-    codes = {"chunked": chunked, "plain": plain}[way](head, rank)
+    codes = {"chunked": chunked, "plain": plain}[mode](head, rank)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     beyond = (resident("VmHWM") - before) / 1e9
-    figures = {"way": way, "seconds": round(seconds, 1)}
+    figures = {"mode": mode, "seconds": round(seconds, 1)}
     figures |= {"cpu_seconds": round(cpu, 1), "beyond_head_gb": round(beyond, 2)}
     print(json.dumps(figures | {"sample": codes[::10007, ::97].round(8).tolist()}))
 
@@ -60,14 +60,14 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=1024)
-    parser.add_argument("--way", choices=["chunked", "plain"])
+    parser.add_argument("--mode", choices=["chunked", "plain"])
     args = parser.parse_args()
-    if args.way:
-        return measure(args.way, args.vocab, args.size, args.rank)
+    if args.mode:
+        return measure(args.mode, args.vocab, args.size, args.rank)
     samples = []
-    for way in ("chunked", "plain"):
-        command = [sys.executable, "-m", "tests.bench.transfer_space", "--way", way]
-        command += [f"--{k}={v}" for k, v in vars(args).items() if k != "way"]
+    for mode in ("chunked", "plain"):
+        command = [sys.executable, "-m", "tests.bench.transfer_space", "--mode", mode]
+        command += [f"--{k}={v}" for k, v in vars(args).items() if k != "mode"]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         result = json.loads(out.splitlines()[-1])
         samples.append(np.array(result.pop("sample")))

@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx_lm
 
 import dspine_mlx
+from dspine_mlx.cache_folder import restored
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.load import DEMO, load, load_drafter
 from dspine_mlx.verify_length import store
@@ -82,7 +83,7 @@ def wrong_curves(clean: Curve, disturbed: Path | None) -> dict[str, Curve]:
     curves = {"clean": clean}
     if disturbed:
         data = json.loads(disturbed.read_text(encoding="utf-8"))
-        curves["disturbed"] = Curve.from_dict(data["curve"])
+        curves["disturbed"] = restored(Curve, data["curve"])
     for factor in (5.0, 0.2):
         for part in ("all", "plain", "draft", "verify"):
             factors = [factor if part in ("all", kind) else 1.0 for kind in kinds]

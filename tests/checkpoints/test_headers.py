@@ -1,6 +1,7 @@
 """Untrusted headers, values and configs."""
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,15 +19,18 @@ from dspine_mlx.checkpoints import files
 from dspine_mlx.checkpoints.detect import detect
 from dspine_mlx.checkpoints.open import open_checkpoint
 from dspine_mlx.convert.conversion import convert
+from dspine_mlx.convert.report import report
 from dspine_mlx.drafters import METHODS
 from dspine_mlx.errors import InputError
-from dspine_mlx.load import quantize_like
+from dspine_mlx.load import load_drafter, quantize_like
 from tests.support.checkpoints import (
+    Shape,
     dflash_zlab,
     dspark_specforge,
     dspine_specforge,
     save,
     speculators,
+    tiny_target,
 )
 from tests.support.refusals import refused
 
@@ -111,6 +116,66 @@ def test_weights_must_be_finite(tmp_path: Path, name: str, value: float) -> None
     config, weights = dspine_specforge()
     weights[name][1, 2] = value
     refused(save(tmp_path / "source", config, weights), "NaN or infinity|not finite")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling has the factor None"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling has the factor 0"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"type": ["x"]}}, r"rope_type is \['x'\]"),
+        ({"layer_types": ["full_attention", "none"]}, "layer_types is"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"first_slot": 0}, "first_slot is 0; a DSpine drafter"),
+        ({"first_slot": 3}, "first_slot is 3"),
+        ({"dspine_mlx": {"schema": 1, "method": "dspine", "notes": 3}}, "dspine_mlx.notes is 3"),
+    ],
+)
+def test_a_converted_folder_is_no_more_trusted(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    convert(save(tmp_path / "source", *dspine_specforge()), tmp_path / "out")
+    assert report(tmp_path / "out")["problems"] == []
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(InputError, match=message):
+        report(tmp_path / "out")
+
+
+WHOLE = (np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16, np.uint32, np.uint64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(name=st.sampled_from(sorted(speculators(reduced=True)[1])), dtype=st.sampled_from(WHOLE))
+def test_whole_numbers_are_no_weights(name: str, dtype: type[np.generic]) -> None:
+    """Ids may be of any whole type, t2d of any."""
+    config, weights = speculators(reduced=True)
+    weights[name] = weights[name].astype(dtype)
+    with TemporaryDirectory() as home:
+        folder = save(Path(home) / "source", config, weights)
+        if name == "t2d" or (name == "d2t" and dtype not in (np.bool_, np.int8, np.uint8)):
+            assert report(folder)["problems"] == []
+        elif name != "d2t" or dtype is np.bool_:
+            (problem,) = report(folder)["problems"]
+            assert re.search(f"wrong type: {name} is {np.dtype(dtype).name}_?, not ", problem)
+
+
+def test_packed_weights_are_words(tmp_path: Path) -> None:
+    convert(save(tmp_path / "source", *dspine_specforge(Shape(H=64, r=32))), tmp_path / "out", True)
+    weights = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    name = next(n.replace(".scales", ".weight") for n in weights if n.endswith(".scales"))
+    weights[name] = weights[name].astype(mx.float32)
+    mx.save_safetensors(str(tmp_path / "out" / "model.safetensors"), weights)
+    (problem,) = report(tmp_path / "out")["problems"]
+    assert f"wrong type: {name} is float32, not uint32" in problem
+
+
+def test_nothing_but_whole_numbers(tmp_path: Path) -> None:
+    config, weights = dflash_zlab()
+    weights = {name: value.astype(np.int32) for name, value in weights.items()}
+    with pytest.raises(InputError, match="wrong type: fc.weight is int32, not float32, "):
+        load_drafter(save(tmp_path / "source", config, weights), tiny_target()[0])
 
 
 def test_a_draft_vocabulary_that_t2d_contradicts(tmp_path: Path) -> None:

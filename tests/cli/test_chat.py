@@ -130,7 +130,7 @@ def test_the_last_round_says_what_became_of_each_token(tokenizer: TokenizerWrapp
     last = LastRound(Fixed(3))
     assert isinstance(last, Policy)
     assert last.rows(tokenizer) == []
-    assert last.length(draft, 10, 0, 0.0) == 3
+    assert last.choose(draft, None, 10, 0, 0.0) == (None, 3)
     last.learn(1, 3)
     rows = last.rows(tokenizer)
     assert [row[2] for row in rows] == ["90%", "75%", "50%", "12%"]

@@ -102,9 +102,9 @@ def test_the_verdict_is_what_was_measured(ratio: float, words: str) -> None:
 
 def test_too_short_a_text_gets_no_verdict() -> None:
     console = screen(80)
-    ways = [side(PLAIN, 0.2, 4).figures(), side(AUTO, 0.1, 4).figures()]
+    modes = [side(PLAIN, 0.2, 4).figures(), side(AUTO, 0.1, 4).figures()]
     with console.capture() as capture:
-        report(console, {"ways": ways, "speedup": None, "identical": True})
+        report(console, {"ways": modes, "speedup": None, "identical": True})
     shown = plain(capture.get())
     assert "5.0 tokens/s, 4 tokens in 0.80 s" in shown
     assert f"fewer than {LEAST_TOKENS} tokens; raise --max-tokens" in shown

@@ -205,6 +205,11 @@ def test_ports_are_ports(port: str) -> None:
     assert "it must lie between 0 and 65535" in one_sentence(run(["serve", "--port", port]))
 
 
+def test_a_host_of_no_name() -> None:
+    said = one_sentence(run(["serve", "--port", "0", "--no-profile", "--host", b"\xff"]))
+    assert "--host is '\\udcff', which is no name of a host" in said
+
+
 @pytest.mark.parametrize("flag", ["--model", "--prompt-cache-file"])
 def test_names_that_are_too_long(flag: str) -> None:
     said = one_sentence(run([*SAY, "-p", "hi", flag, "x" * 5000]))

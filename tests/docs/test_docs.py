@@ -94,8 +94,8 @@ def check_bench(call: Call) -> None:
         for word in ("plain decoding ", "drafted ", "verdict "):
             assert word in call.stdout
         return
-    for way in call.params["compare"].split(","):
-        assert way in call.stdout
+    for mode in call.params["compare"].split(","):
+        assert mode in call.stdout
 
 
 def check_calibrate(call: Call) -> None:

@@ -75,7 +75,7 @@ def test_a_reduced_vocabulary_leaves_out_the_other_tokens_alone(
     config, weights = make(shape)
     model, _ = tiny_target(shape)
     if bits is not None:
-        nn.quantize(model, 32, bits, class_predicate=lambda path, m: path.endswith(ENDS))
+        nn.quantize(model, 32, bits, class_predicate=lambda path, m: path.endswith(OWN_EMBEDDINGS))
     kept = np.sort(np.random.default_rng(1).choice(shape.V, 40, replace=False))
     proposals = []
     for extra, own in (
@@ -104,7 +104,7 @@ def test_a_reduced_vocabulary_leaves_out_the_other_tokens_alone(
         np.testing.assert_allclose(table, wanted, rtol=1e-4, atol=1e-5)
 
 
-ENDS = ("embed_tokens", "lm_head")
+OWN_EMBEDDINGS = ("embed_tokens", "lm_head")
 YARN = {
     "type": "yarn",
     "factor": 8.0,

@@ -104,13 +104,13 @@ def test_requests_at_once_are_answered_as_alone(served: Served) -> None:
     ]
     bodies += [SEEDED, SEEDED | {"seed": 6}]
     alone = [served.text(**body)[0] for body in bodies]
-    together = at_once(served, bodies)
+    together = concurrently(served, bodies)
     assert [text for text, _ in together] == alone
     assert {figures["path"] for _, figures in together[3:]} == {"speculative"}
     assert "batched" in {figures["path"] for _, figures in together[:3]}
 
 
-def at_once(served: Served, bodies: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+def concurrently(served: Served, bodies: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     replies: dict[int, tuple[str, dict[str, Any]]] = {}
 
     def ask(i: int) -> None:
@@ -128,5 +128,5 @@ def test_sampled_batches_after_texts_of_rank_0(served: Served) -> None:
     """All ranks draw alike in a batch, whatever rank 0 has drawn alone before."""
     served.text(temperature=0.9)
     hot = {"temperature": 1.0, "verify_length": 0}
-    assert len(at_once(served, [hot] * 3)) == 3
+    assert len(concurrently(served, [hot] * 3)) == 3
     assert served.healthy

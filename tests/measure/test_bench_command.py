@@ -124,6 +124,23 @@ BAD_ARGUMENTS = {
         ["bench", "--suite", "x", "--concurrency", "2,0"],
         "--concurrency is 2,0; each must be at least 1",
     ),
+    "all at once": (
+        ["bench", "--suite", "x", "--concurrency", "1,99999999"],
+        "--concurrency is 1,99999999; each must be at most 512",
+    ),
+    "filler without end": (
+        ["bench", "--suite", "x", "--depths", "0,999999999"],
+        "--depths is 0,999999999; each must be at most 10000000",
+    ),
+    "digits without end": (["bench", "--suite", "x", "--depths", "9" * 5000], "must be whole"),
+    "length without end": (
+        ["bench", "--suite", "x", "--compare", f"fixed:{'9' * 5000}"],
+        "can't compare 'fixed:9",
+    ),
+    "runs without end": (
+        ["bench", "--suite", "x", "--repeat", str(10**30)],
+        "it must have at most nine digits",
+    ),
     "rows and prompts": (
         ["bench", "--rows", "--suite", "x"],
         "--rows times products by themselves; only --model and --json go with it",

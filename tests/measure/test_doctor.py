@@ -107,7 +107,7 @@ def test_chips(chip: str, speed: str, limits: set[str], monkeypatch: pytest.Monk
     assert all(findings[name].advice for name in limits)
 
 
-def test_the_usual_wired_limit_is_macos_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_wired_limit_is_macos_own(monkeypatch: pytest.MonkeyPatch) -> None:
     as_a_mac(monkeypatch, "Apple M4", "0\n")
     (memory,) = found(doctor.device(), "GPU memory")
     assert memory.detail == "36 GiB usable, wired limit macOS's own"

@@ -9,17 +9,17 @@ import pytest
 
 from dspine_mlx.load import DEMO
 from tests.bench.peers.code_lines import code_lines, python_lines
-from tests.bench.peers.compare import Book, Way, Worker, ways_for
+from tests.bench.peers.compare import Book, Mode, Worker, modes_for
 from tests.bench.peers.draft_lm import cut
-from tests.bench.peers.report import forks, markdown, ours, summary
+from tests.bench.peers.report import divergences, markdown, ours, summary
 from tests.bench.peers.worker import answer, parser, replies
 from tests.support.tiny import random_prompt
 
 pytestmark = pytest.mark.slow
 
 
-def run(way: str, prompt: int, round_: int, tokens: list[int], seconds: float) -> dict[str, Any]:
-    place = {"way": way, "prompt": prompt, "round": round_}
+def run(mode: str, prompt: int, round_: int, tokens: list[int], seconds: float) -> dict[str, Any]:
+    place = {"way": mode, "prompt": prompt, "round": round_}
     took = {"tokens": tokens, "seconds": seconds, "cpu_seconds": 3.0, "rounds": 2}
     return place | took | {"memory": seconds / 10}
 
@@ -53,7 +53,7 @@ def test_a_row_compares_with_plain_decoding_of_the_same_prompt_and_round() -> No
     assert summary(RECORDS, "mlx-lm")["speedup"] == 1.0
 
 
-def test_packages_are_compared_in_the_same_way_text_by_text() -> None:
+def test_packages_are_compared_alike_text_by_text() -> None:
     """A text of more tokens may take longer."""
     records = [
         run("dspine-mlx, D, 7 tokens", 0, 0, [1, 2], 1.0),
@@ -76,14 +76,14 @@ def test_packages_are_compared_in_the_same_way_text_by_text() -> None:
     ("other", "after"),
     [([1, 2, 9, 4], 2), ([9, 2, 3, 4], 0), ([1, 2], 2), ([1, 2, 3, 4, 5], 4)],
 )
-def test_a_fork_is_after_the_last_shared_token(other: list[int], after: int) -> None:
+def test_a_divergence_is_after_the_last_shared_token(other: list[int], after: int) -> None:
     records = [run("mlx-lm", 0, 0, [1, 2, 3, 4], 1.0), run("other", 0, 0, other, 1.0)]
-    assert list(forks(records, "other")) == [(0, after)]
-    assert not list(forks(records, "mlx-lm"))
+    assert list(divergences(records, "other")) == [(0, after)]
+    assert not list(divergences(records, "mlx-lm"))
 
 
-def test_the_table_has_a_row_for_every_way_and_says_why_one_has_no_figures() -> None:
-    lines = markdown([summary(RECORDS, way) for way in RECORDS[0]["ways"]]).splitlines()
+def test_the_table_has_a_row_for_every_mode_and_says_why_one_has_no_figures() -> None:
+    lines = markdown([summary(RECORDS, mode) for mode in RECORDS[0]["ways"]]).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert {len(line) for line in cells} == {11}
     assert cells[3] == [
@@ -117,9 +117,9 @@ def test_whole_blocks_hold_one_more_token_in_dspark(tmp_path: Path) -> None:
         (tmp_path / kind).mkdir()
         config = {"architectures": [f"{kind}DraftModel"], "block_size": 8}
         (tmp_path / kind / "config.json").write_text(json.dumps(config))
-    ways = list(ways_for([tmp_path / "DSpark", tmp_path / "DFlash"], None))
+    modes = list(modes_for([tmp_path / "DSpark", tmp_path / "DFlash"], None))
     lengths = {
-        (w.package, w.draft_model and w.draft_model.name): w.length for w in ways if w.length
+        (w.package, w.draft_model and w.draft_model.name): w.length for w in modes if w.length
     }
     assert lengths == {
         ("dspine_mlx", "DSpark"): 8,
@@ -129,8 +129,8 @@ def test_whole_blocks_hold_one_more_token_in_dspark(tmp_path: Path) -> None:
         ("dflash_mlx", "DFlash"): 7,
         ("dflash", "DFlash"): 7,
     }
-    assert ways[0].package == "mlx_lm"
-    assert ways[0].draft_model is None
+    assert modes[0].package == "mlx_lm"
+    assert modes[0].draft_model is None
 
 
 SOURCE = '''"""Docstring
@@ -172,8 +172,8 @@ def test_workers_answer_with_the_text_and_what_it_took() -> None:
     request = json.dumps({"prompt": random_prompt(9), "max_tokens": 12})
     drafted = ("--draft-model", str(DEMO / "drafter"), "--length", "3")
     texts = []
-    for way, options in (("mlx_lm", ()), ("dspine_mlx", drafted)):
-        arguments = parser().parse_args([way, "--target", str(DEMO / "target"), *options])
+    for mode, options in (("mlx_lm", ()), ("dspine_mlx", drafted)):
+        arguments = parser().parse_args([mode, "--target", str(DEMO / "target"), *options])
         facts, reply = replies(arguments, io.StringIO(request))
         assert (Path(facts["folder"]) / "__init__.py").exists()
         texts.append(reply["tokens"])
@@ -189,8 +189,8 @@ def test_an_end_token_is_not_part_of_the_text() -> None:
     assert answer(lambda prompt, n: ([7, *prompt], 2), {7}, [1, 2], 3)["tokens"] == [7, 1, 2]
 
 
-def test_a_way_that_fails_says_why(tmp_path: Path) -> None:
-    with Worker(Way("x", "dspine_mlx", tmp_path), DEMO / "target", tmp_path) as worker:
+def test_a_mode_that_fails_says_why(tmp_path: Path) -> None:
+    with Worker(Mode("x", "dspine_mlx", tmp_path), DEMO / "target", tmp_path) as worker:
         reply = worker.read()
     assert reply["error"].startswith("InputError: ")
     assert str(tmp_path) in reply["error"]

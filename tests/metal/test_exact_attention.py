@@ -241,6 +241,7 @@ def test_limits() -> None:
         "a mask that is not plainly causal": (q, context._replace(mask=window_mask(3, 150, 9))),
         "4 heads of 72 and 64, 2 of keys": case(sizes=(72, 64))[:2],
         "34 heads of 64 and 64, 2 of keys": case(heads=34)[:2],
+        "4 heads of 512 and 512, 2 of keys": case(mx.bfloat16, sizes=(512, 512))[:2],
         "1 rows; from 2 to 32 are served": (q[:, :, :1], context),
     }
     for reason, (rows, to) in unserved.items():

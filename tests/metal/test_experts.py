@@ -16,9 +16,13 @@ from dspine_mlx.metal.experts import (
 )
 from dspine_mlx.metal.rows import Matrix
 from dspine_mlx.metal.rows_exact import Form
+from dspine_mlx.target.products import APART
+from dspine_mlx.target.race import Race
 from tests.msl import Emulator, KernelError
+from tests.support import mlx_one_row
 from tests.support.metal_device import emulator, launch, needs_emulator, normal, wide
 from tests.support.mlx_one_row import is_fast, one_row
+from tests.support.racing import M2
 from tests.support.rows import matrix, product
 
 pytestmark = pytest.mark.slow
@@ -116,10 +120,17 @@ def spoiled(found: str, replacement: str) -> Emulator:
 
 @needs_emulator
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(fault: str) -> None:
+def test_a_planted_fault_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the race, too."""
     x, experts, each = case()
-    (y,) = EXPERTS_EXACT.launcher(spoiled(*FAULTS[fault]), x, experts, ExactExperts(Form(2)))
+    device, cut = spoiled(*FAULTS[fault]), ExactExperts(Form(2))
+    (y,) = EXPERTS_EXACT.launcher(device, x, experts, cut)
     assert not mx.array_equal(y, pairs_apart(x, experts, each)).item()
+    monkeypatch.setattr(mx, "gather_qmm", mlx_one_row.gather_qmm)
+    for function, found in ((emulator(EXPERTS_EXACT), {APART, cut}), (device, {APART})):
+        monkeypatch.setattr(EXPERTS_EXACT, "function", function)
+        right, _ = Race("exact", M2).check([APART, cut], x, [experts])
+        assert set(right) == found
 
 
 @needs_emulator

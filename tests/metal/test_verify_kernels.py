@@ -16,13 +16,13 @@ from dspine_mlx.metal.attention import ROWS_ATTENTION, ROWS_MERGE, Parts
 from dspine_mlx.metal.exact_attention import EXACT_ATTENTION, EXACT_MERGE, ExactAttention
 from dspine_mlx.metal.rows import ROWS_TILE
 from dspine_mlx.metal.rows_exact import ROWS_EXACT
-from dspine_mlx.target import attention_race, race
+from dspine_mlx.target import attention_race
 from dspine_mlx.target.row_kernels import RowKernels, prepare
 from tests.msl import Emulator
 from tests.support import mlx_attention, mlx_one_row
 from tests.support.families import build, scripted_drafter
 from tests.support.metal_device import emulator, needs_emulator, needs_metal
-from tests.support.racing import Track
+from tests.support.racing import Track, quick
 from tests.support.tiny import plain_steps, random_prompt, same_steps
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "tie_word_embeddings": True}
@@ -35,12 +35,6 @@ TWO_PASSES = 16  # keys past which a row attends in two passes
 def track(monkeypatch: pytest.MonkeyPatch) -> Track:
     """Kernels run in the emulator, and are faster than stock by the clock."""
 
-    def quantized_matmul(x: mx.array, w: mx.array, **packing: Any) -> mx.array:
-        if x.size == x.shape[-1]:
-            return mlx_one_row.quantized_matmul(x, w, **packing)
-        packing.pop("transpose", None)
-        return x @ mx.dequantize(w, **packing).T
-
     several = mx.fast.scaled_dot_product_attention
 
     def attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **rest: Any) -> mx.array:
@@ -51,11 +45,10 @@ def track(monkeypatch: pytest.MonkeyPatch) -> Track:
             return mlx_attention.one_pass(q, k, v, scale)
         return mlx_attention.two_pass(q, k, v, scale, blocks=64)
 
-    monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
+    monkeypatch.setattr(mx, "quantized_matmul", mlx_one_row.on_a_gpu)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(attention_race, "parts_of", lambda keys: (Parts(2),))
-    for limit in ("REPEATS", "CHECKED", "TIMED_BYTES"):  # one layer a shape, once
-        monkeypatch.setattr(race, limit, 1)
+    quick(monkeypatch)
     track = Track(monkeypatch)
     track.tile.spoil = lambda y, _: y
     track.tile.device = Emulator(ROWS_TILE.definition)

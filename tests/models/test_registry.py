@@ -1,10 +1,15 @@
 """The registry's file, names of models, and users' own entries."""
 
 import json
+import math
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dspine_mlx.checkpoints.detect import UNSUPPORTED
 from dspine_mlx.convert.report import report
@@ -116,8 +121,9 @@ def test_the_pair_that_ships_is_known_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "is no registry"),
-        ("[]", 'an object with "drafters"'),
+        ("nonsense", "is not valid JSON"),
+        ("[]", "holds a list"),
+        ("{}", 'an object with "drafters"'),
         ('{"drafters": [3]}', "drafter 1 is 3"),
         (json.dumps({"drafters": [entry(speed=3)]}), "has speed; known are id, targets"),
         (json.dumps({"drafters": [{"id": "a/b"}]}), "lacks targets, method, sources"),
@@ -149,3 +155,28 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, messa
     path.write_text(text)
     with pytest.raises(InputError, match=re.escape(message)):
         registry(tmp_path)
+
+
+PUBLISHED = {"tokens_per_round": 2, "texts": "t", "where": "w", "source": "s", "offered": 3}
+NUMBERS = ("block", "gigabytes", "parameters", "tokens_per_round", "offered")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=4,
+)
+
+
+@given(name=st.sampled_from([f.name for f in fields(Entry)] + sorted(PUBLISHED)), value=JSON)
+def test_any_value_of_an_own_entry_is_of_its_type_or_refused(name: str, value: Any) -> None:
+    inner = name in PUBLISHED
+    wrong = entry(published=[PUBLISHED | ({name: value} if inner else {})])
+    try:
+        found = entry_from(wrong if inner else wrong | {name: value}, "here")
+    except InputError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return
+    hash(found)
+    kept = getattr(found.published[0] if inner else found, name)
+    assert name not in NUMBERS or kept is None or 0 < kept < math.inf
+    assert name != "automatic" or isinstance(kept, bool)
+    assert found.fits("toy/Word-Problems") in (True, False)

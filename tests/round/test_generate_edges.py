@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -337,3 +338,23 @@ def test_the_last_token_is_fed_for_caches_that_are_kept(
     before = fed[0]
     assert next(responses, None) is None
     assert fed[0] - before == after
+
+
+def test_threads_take_turns(model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+    """With one drafter, another one, and none: layers' classes are swapped while a text steps."""
+    one, other = tiny_dflash(model), tiny_dflash(model, seed=4)
+    mx.eval(model.parameters(), one.network.parameters(), other.network.parameters())
+    prompts = [random_prompt(n) for n in (4, 5, 6, 7)]
+    plain = [
+        [t for t, _ in plain_steps(model, tokenizer, prompt, max_tokens=30)] for prompt in prompts
+    ]
+
+    def tokens(prompt: list[int], drafter: Drafter | None, length: int | str) -> list[int]:
+        responses = dspine_mlx.stream_generate(
+            model, tokenizer, prompt, drafter, max_tokens=30, verify_length=length
+        )
+        return [r.token for r in responses]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(tokens, prompts, (one, one, other, None), (4, "auto", 4, "auto"))
+    assert list(found) == plain

@@ -30,6 +30,7 @@ from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
+from dspine_mlx.verify_length.records import Evidence
 from dspine_mlx.verify_length.rules import verify_length
 
 Path = tuple[int, ...]
@@ -184,7 +185,7 @@ def lengths(toy: Toy, choose: Callable[[Draft], int]) -> set[int]:
 
 
 def chosen(auto: Auto, M: int) -> Callable[[Draft], int]:
-    return lambda draft: auto.length(draft, M, 1, 0.0)
+    return lambda draft: auto.choose(draft, None, M, 1, 0.0)[1]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -218,7 +219,7 @@ def test_a_retrospective_rule_is_caught(block: bool) -> None:
     auto = policy(toy, 1)
 
     def choose(draft: Draft) -> int:
-        chances = auto.chances.of(auto.read(draft).odds)
+        chances = auto.chances.of(Evidence.of(draft, auto.chances.calibration).odds)
         return verify_length(chances, [1.0, 1.7, 1.7, 1.7], [1.0] * 3)
 
     assert lengths(toy, choose) == {0, 3}
@@ -281,9 +282,8 @@ def copying(toy: Toy, auto: Auto, seed: int) -> Callable[[Draft], list[int]]:
     lookup = Looked(Copy(int(rng.integers(3, 33)), tokens))
 
     def offered(draft: Draft) -> list[int]:
-        if auto.splice(draft, lookup, toy.M, 1) is None:
-            return []
-        return tokens[: auto.length(lookup.draft_of_copy, toy.M, 1, 0.0)]
+        copy, length = auto.choose(draft, lookup, toy.M, 1, 0.0)
+        return [] if copy is None else tokens[:length]
 
     return offered
 
@@ -294,8 +294,6 @@ class Looked(Lookup):
     def __init__(self, copy: Copy):
         super().__init__()
         self.copy = copy
-        tokens = mx.array(copy.tokens)
-        self.draft_of_copy = Draft(tokens, tokens[:, None], None, copied=copy)
 
     def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
         return None if after else self.copy
@@ -394,7 +392,7 @@ def test_one_hot_drafts_allow_any_length(seed: int) -> None:
     toy = Toy(3, 3, 3, seed)
     auto = policy(toy, seed, sampled=False)
     draft = toy.draft((0, 1, 0))[0]._replace(q=None)
-    length = auto.length(draft, 3, 1, 0.0)
+    _, length = auto.choose(draft, None, 3, 1, 0.0)
     tokens = draft.tokens.tolist()[:length]
     probs = np.zeros((3,) * 4)
     for picks in product(range(3), repeat=length + 1):

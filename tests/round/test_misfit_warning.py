@@ -49,3 +49,24 @@ def test_plain_decoding_says_nothing_about_a_drafter(
             )
     assert not caplog.records
     assert drafter.misfit.rounds == 0
+
+
+@pytest.mark.parametrize("verify_length", [3, "auto"])
+def test_copies_of_the_text_do_not_speak_for_the_drafter(
+    model: nn.Module, tokenizer: TokenizerWrapper, verify_length: int | str
+) -> None:
+    """A text in a loop is copied, while the drafter is wrong each time it drafts or is watched."""
+    prompt = random_prompt(6)
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=140)]
+    drafter = scripted(model, prompt + plain, "wrong")
+    drafter.whole_context = False
+    responses = list(
+        dspine_mlx.stream_generate(
+            model, tokenizer, prompt, drafter, max_tokens=120, verify_length=verify_length
+        )
+    )
+    statistics = responses[-1].statistics
+    assert statistics.lookups == 0 or statistics.accepted > 0
+    assert (statistics.lookups > 0) == (verify_length == "auto")
+    assert drafter.misfit.accepted == 0
+    assert 0 < drafter.misfit.rounds <= statistics.rounds - statistics.lookups + statistics.probes

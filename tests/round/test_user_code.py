@@ -72,7 +72,7 @@ def hooks(n: int) -> dict[str, dict[str, Any]]:
         "filter": {"draft_filter": FailsAt(n, lambda _, draft: len(draft))},
         "checkpoint": {"prompt_checkpoints": {7: FailsAt(n, lambda _: None)}},
     }
-    for name in ("start_text", "length", "learn", "probe_due", "plain_token"):
+    for name in ("start_text", "choose", "learn", "probe_due", "plain_token"):
         options[f"policy.{name}"] = {"verify_length": FailingPolicy(name, n)}
     return options
 

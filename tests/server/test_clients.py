@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.bench.server_load import FORMAT, Load, expected_replies, settled
+from tests.support.metal_device import METAL
 from tests.support.serving import TOOL_CALL, UNICODE, Server, usage
 
 pytestmark = pytest.mark.slow
@@ -225,6 +226,8 @@ def test_metrics_and_health(server: Server, scripted: tuple[str, str]) -> None:
     health = server.request("/health").body
     assert (health["status"], health["model"], health["drafter"]) == ("ok", scripted[0], "DSpark")
     assert health["kernels"]["why"]
+    assert health["verify_rows"].startswith("Verify rows are made by ")
+    assert METAL or health["verify_kernels"] == []
     ids = [model["id"] for model in server.request("/v1/models").body["data"]]
     assert str(Path(scripted[0]).resolve()) in ids
     assert usage(server, model=ids[-1])["dspine"]["path"] == "speculative"

@@ -32,7 +32,7 @@ def shipped(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-def at_once(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[Any]:
+def concurrently(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[Any]:
     with ThreadPoolExecutor(CLIENTS) as clients:
         return list(clients.map(lambda body: server.request(path, body), bodies))
 
@@ -49,7 +49,7 @@ def mixed() -> list[tuple[dict[str, Any], tuple[str, str]]]:
 def test_mixed_requests_at_once(
     shipped: Server, mixed: list[tuple[dict[str, Any], tuple[str, str]]]
 ) -> None:
-    replies = at_once(shipped, CHAT, [body for body, _ in mixed])
+    replies = concurrently(shipped, CHAT, [body for body, _ in mixed])
     for (body, plain), reply in zip(mixed, replies, strict=True):
         assert reply.status == 200
         assert text_of(reply) == plain, body
@@ -64,7 +64,7 @@ def test_usage_and_metrics_tell_how_requests_shared_steps(shipped: Server) -> No
         {"messages": [{"role": "user", "content": text}], "max_tokens": LONGEST, "verify_length": 3}
         for text in questions
     ]
-    for reply in at_once(shipped, CHAT, bodies):
+    for reply in concurrently(shipped, CHAT, bodies):
         told = reply.body["usage"]["dspine"]
         assert told["path"] == "batched"
         assert 1 < told["texts_per_step"] <= CLIENTS
@@ -88,7 +88,7 @@ def test_targets_with_recurrent_layers_and_windows(tmp_path: Path, family: str) 
     with serving("dspine_mlx.server", tmp_path, *flags) as server:
         for more in (" and", " more, less?"):
             bodies = [{"prompt": text, "max_tokens": 9, "logprobs": True} for text in prompts]
-            for i, reply in enumerate(at_once(server, COMPLETIONS, bodies)):
+            for i, reply in enumerate(concurrently(server, COMPLETIONS, bodies)):
                 ids = [t["id"] for t in reply.body["choices"][0]["logprobs"]["content"]]
                 plain = plain_steps(model, tokenizer, tokenizer.encode(prompts[i]), max_tokens=9)
                 assert ids == [token for token, _ in plain]
@@ -108,7 +108,7 @@ def check_in_turn(folder: Path, *flags: str) -> None:
     bodies = [{"prompt": f"Maria has {n} stamps", "max_tokens": 9} for n in range(CLIENTS)]
     with serving("dspine_mlx.server", folder, "--verify-length", "3", *flags) as server:
         alone = [text_of(server.request(COMPLETIONS, body)) for body in bodies]
-        replies = at_once(server, COMPLETIONS, bodies)
+        replies = concurrently(server, COMPLETIONS, bodies)
     assert [text_of(reply) for reply in replies] == alone
     assert {reply.body["usage"]["dspine"]["path"] for reply in replies} == {"speculative"}
 
@@ -124,7 +124,7 @@ def test_a_request_with_another_drafter_ends_no_other_one(tmp_path: Path) -> Non
     for body in bodies[2::3]:
         body["draft_model"] = other
     with serving("dspine_mlx.server", tmp_path, *flags) as server:
-        replies = at_once(server, COMPLETIONS, bodies)
+        replies = concurrently(server, COMPLETIONS, bodies)
     for body, reply in zip(bodies, replies, strict=True):
         ids = [t["id"] for t in reply.body["choices"][0]["logprobs"]["content"]]
         plain = plain_steps(model, tokenizer, tokenizer.encode(body["prompt"]), max_tokens=30)

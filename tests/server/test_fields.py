@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import server as host
+from mlx_lm.tool_parsers import qwen3_coder
 
 from dspine_mlx.server.call import LEAST_LOGPROB, sayable
 from dspine_mlx.server.fields import COLDEST, FIELDS, TEMPLATE_OPTIONS, FieldError
@@ -96,6 +97,29 @@ def test_other_types_and_sizes_are_named(name: str, value: Any) -> None:
     with pytest.raises(FieldError, match=f"^{name} is .*; it must be ") as refused:
         checked({"prompt": "a", name: value}, "/v1/completions")
     assert refused.value.param == name
+
+
+INNER = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["string", "object", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["a", "type", "properties", "anyOf"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+CALL = "<function=f>\n<parameter=a>\n{'b': 5}\n</parameter>\n</function>"
+
+
+@given(parameters=INNER | st.fixed_dictionaries({"properties": INNER}))
+@settings(deadline=None)
+def test_calls_of_tools_that_pass_can_be_read(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    try:
+        checked({"prompt": "a", "tools": tools}, "/v1/completions")
+    except FieldError as refused:
+        assert refused.param == "tools"  # noqa: PT017
+        return
+    assert qwen3_coder.parse_tool_call(CALL, tools)["name"] == "f"
 
 
 @given(st.dictionaries(st.text(max_size=4), st.none() | st.booleans() | st.text() | NUMBERS))

@@ -8,7 +8,7 @@ import pytest
 from dspine_mlx.errors import InputError
 from dspine_mlx.server.flags import check_flags
 
-USUAL: dict[str, Any] = {
+ORDINARY: dict[str, Any] = {
     "temp": 0.0,
     "top_p": 1.0,
     "min_p": 0.0,
@@ -26,8 +26,8 @@ USUAL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("right", [{}, {"kv_bits": 4}, {"temp": 0.7}, {"prompt_cache_size": 0}])
-def test_usual_numbers_pass(right: dict[str, Any]) -> None:
-    check_flags(Namespace(**USUAL | right))
+def test_ordinary_numbers_pass(right: dict[str, Any]) -> None:
+    check_flags(Namespace(**ORDINARY | right))
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,12 @@ def test_usual_numbers_pass(right: dict[str, Any]) -> None:
         ({"prompt_cache_size": -1}, "--prompt-cache-size is -1"),
         ({"max_tokens": 1 << 40}, "--max-tokens is 1099511627776; it must be at most"),
         ({"kv_bits": 7}, "kv_bits is 7"),
+        ({"chat_template_args": [1]}, r"--chat-template-args is \[1\]; it must be a JSON object"),
+        ({"chat_template_args": None}, "--chat-template-args is None"),
     ],
 )
 def test_numbers_that_end_or_stall_generation_are_refused(
     wrong: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InputError, match=words):
-        check_flags(Namespace(**USUAL | wrong))
+        check_flags(Namespace(**ORDINARY | wrong))

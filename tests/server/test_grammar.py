@@ -161,10 +161,10 @@ def test_bad_formats_are_refused(response_format: Any, message: str) -> None:
 def test_a_grammar_that_grows_too_large_ends_the_request(tokenizer: TokenizerWrapper) -> None:
     """It is compiled in no time, and then has too many ways on."""
     text = {"type": "string", "minLength": 100, "maxLength": 1000}
-    ways = [
+    branches = [
         {"type": "object", "properties": {f"p{i}_{j}": text for i in range(40)}} for j in range(50)
     ]
-    wanted = {"type": "json_schema", "json_schema": {"schema": {"anyOf": ways}}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"anyOf": branches}}}
     brace = tokens_of(tokenizer, "{")
     constraint = constrained(tokenizer, wanted)
     allowed(constraint, PROMPT)

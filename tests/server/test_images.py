@@ -103,15 +103,15 @@ def test_private_addresses_are_not_asked(inside: str) -> None:
     | st.ip_addresses(network="0.0.0.0/8")
 )
 @settings(deadline=None)
-def test_no_way_to_a_private_address_is_public(address: ipaddress.IPv4Address) -> None:
+def test_no_form_of_a_private_address_is_public(address: ipaddress.IPv4Address) -> None:
     number = int(address)
     mapped = ipaddress.IPv6Address((0xFFFF << 32) | number)
     sixtofour = ipaddress.IPv6Address((0x2002 << 112) | (number << 80))
     nat64 = ipaddress.IPv6Address((0x64FF9B << 96) | number)
     local64 = ipaddress.IPv6Address((0x64FF9B0001 << 80) | number)
     retired = [ipaddress.IPv6Address((top << 32) | number) for top in (0, 0xFFFF0000)]
-    for way in (address, mapped, sixtofour, nat64, local64, *retired):
-        assert not is_public(str(way)), way
+    for other in (address, mapped, sixtofour, nat64, local64, *retired):
+        assert not is_public(str(other)), other
     assert is_public("93.184.215.14")
     assert is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
     for text in ("::1", "fe80::1%eth0", "fc00::1", "fec0::1", "ff02::1", "::"):

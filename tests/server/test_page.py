@@ -98,7 +98,7 @@ def test_costs_are_shown_as_learnt_and_not_touched() -> None:
     guessed = Costs(replace(curve, measured=False))
     drafter.schedule = SimpleNamespace(costs=guessed)
     assert costs(drafter) is None
-    guessed.observe_plain(0.5, 64)
+    guessed.observe("plain", 0.5, 64)
     assert costs(drafter) is not None
     assert costs(None) is None
 

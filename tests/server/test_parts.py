@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.utils import _parse_size
 
 import dspine_mlx
 import dspine_mlx.server
@@ -28,6 +29,7 @@ from dspine_mlx.server.options import Options, parse
 from dspine_mlx.server.prompt_cache import PromptCache
 from dspine_mlx.server.provider import context_length
 from dspine_mlx.server.validation import parse_body
+from dspine_mlx.target.open import check_config
 
 # ---- flags and self-check
 
@@ -56,13 +58,28 @@ def test_num_draft_tokens_means_the_verify_length() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--verify-length", "-1"], ["--speculate-up-to", "0"], ["--api-key", ""], ["--kernels", "no"]],
+    [
+        *(["--verify-length", "-1"], ["--speculate-up-to", "0"], ["--api-key", ""]),
+        *(["--kernels", "no"], ["--prompt-cache-bytes", "5KB"], ["--prompt-cache-bytes=-1"]),
+        *(["--prompt-cache-bytes", "x"], ["--prompt-cache-bytes", "1e3"]),
+    ],
 )
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(flags)
     assert stopped.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+    assert flags[0].partition("=")[0] in capsys.readouterr().err
+
+
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["", ".5", ".", ".25"]),
+    st.sampled_from(["", "M", "gb", " GB", "mb"]),
+)
+def test_sizes_are_read_as_mlx_lm_reads_them(number: int, fraction: str, unit: str) -> None:
+    text = f"{number}{fraction}{unit}"
+    assert parse(["--prompt-cache-bytes", text])[1] == ["--prompt-cache-bytes", text]
+    assert _parse_size(text) >= number
 
 
 @pytest.mark.parametrize("name", SEAMS)
@@ -244,6 +261,24 @@ def test_a_call_travels_to_other_ranks_without_its_connection() -> None:
 )
 def test_context_lengths(config: dict[str, Any], limit: int | None) -> None:
     assert context_length(config) == limit
+
+
+ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+SCALING = st.dictionaries(
+    st.sampled_from(["factor", "original_max_position_embeddings", "type"]), ANYTHING
+)
+PLACES = ("max_position_embeddings", "rope_scaling", "rope_parameters")
+
+
+@given(st.dictionaries(st.sampled_from(PLACES), ANYTHING | SCALING), st.booleans())
+def test_a_config_that_passes_has_a_context_length(config: dict[str, Any], nested: bool) -> None:
+    """It is read when the former model has been given up."""
+    try:
+        check_config({"text_config": config} if nested else config)
+    except InputError:
+        return
+    limit = context_length(config)
+    assert limit is None or 1 <= limit < 1 << 80
 
 
 def test_a_model_without_limits_takes_any_prompt() -> None:

@@ -189,19 +189,19 @@ def test_the_pair_that_ships_gives_the_stock_replies(tmp_path: Path) -> None:
     assert done["accepted"] > 0
 
 
-def test_prompts_decoded_in_any_way_share_one_cache(tmp_path: Path) -> None:
+def test_prompts_share_one_cache_however_they_are_decoded(tmp_path: Path) -> None:
     """A conversation that grows and is cut back, each turn decoded in another way, against mlx-lm
     in this process, which caches nothing. (The scripted target would not notice a wrong cache.)"""
     model = build("qwen3")
     target, drafter, tokenizer = save_pair(tmp_path, "qwen3", model)
     other = str(shutil.copytree(drafter, tmp_path / "other"))
-    ways: list[Body] = [{}, {"draft_model": None}, {"draft_model": None, "seed": 1}]
-    ways += [{"verify_length": 1}, {"draft_model": other}, {"verify_length": "auto"}]
+    modes: list[Body] = [{}, {"draft_model": None}, {"draft_model": None, "seed": 1}]
+    modes += [{"verify_length": 1}, {"draft_model": other}, {"verify_length": "auto"}]
     rng, prompt, cached = random.Random(5), PROBLEM, 0
     flags = ("--model", target, "--draft-model", drafter, *ALL)
     with serving("dspine_mlx.server", tmp_path, *flags) as ours:
         for turn in range(24):
-            body = {"prompt": prompt, "max_tokens": 6, "logprobs": True} | ways[turn % len(ways)]
+            body = {"prompt": prompt, "max_tokens": 6, "logprobs": True} | modes[turn % len(modes)]
             reply = ours.request(COMPLETIONS, body).body
             ids = [token["id"] for token in reply["choices"][0]["logprobs"]["content"]]
             plain = plain_steps(model, tokenizer, tokenizer.encode(prompt), max_tokens=6)

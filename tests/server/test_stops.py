@@ -133,9 +133,9 @@ def test_a_reply_that_ends_by_itself_gives_what_was_held_back(server: Server) ->
 
 
 def test_a_stopped_turn_is_found_in_the_cache(server: Server) -> None:
-    for way in PATHS.values():
-        prompt = f"Stop and go on {way} @long"
-        body = {"prompt": prompt, "max_tokens": 30, "stop": "three"} | way
+    for path in PATHS.values():
+        prompt = f"Stop and go on {path} @long"
+        body = {"prompt": prompt, "max_tokens": 30, "stop": "three"} | path
         first = server.request("/v1/completions", body).body
         text = first["choices"][0]["text"]
         assert text == "@one@two@"

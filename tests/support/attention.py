@@ -1,14 +1,20 @@
 """Rows that attend to a cache, and what they get in float64."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from dspine_mlx.metal.attention import Attended
-from tests.support.metal_device import normal, wide
+from dspine_mlx.metal.attention import ROWS_ATTENTION, ROWS_MERGE, Attended, Parts, rows_attention
+from tests.msl import Emulator
+from tests.support.metal_device import METAL, emulator, normal, wide
+from tests.support.rows import rounding
 
+SMALL = (16, 16)  # the compiler unrolls the heads: wider ones take it seconds
 SPARE = 19  # keys that the cache has room for, past the last
 
 
@@ -78,3 +84,47 @@ def window_mask(L: int, S: int, window: int) -> mx.array:
     """Each row sees the last `window` keys up to its own."""
     row, key = mx.arange(S - L, S)[:, None], mx.arange(S)[None]
     return (key <= row) & (key > row - window)
+
+
+def case(dtype: mx.Dtype = mx.float32, B: int = 1, heads: int = 4, H: int = 2, L: int = 4,
+         S: int = 64, sizes: tuple[int, int] = (64, 64), packing: tuple[int, int] = (0, 0),
+         parts: int = 2, window: int = 0, sinks: bool = False,
+         ) -> tuple[mx.array, Attended, Parts]:  # fmt: skip
+    mx.random.seed(S)
+    options: dict[str, Any] = {"sinks": normal((heads,), dtype) if sinks else None}
+    if window:
+        options["mask"] = window_mask(L, S, window)
+    context = attended(B, H, S, sizes, dtype, packing, **options)
+    return queries(B, heads, L, sizes[0], dtype), context, Parts(parts)
+
+
+@contextmanager
+def devices(first: Emulator | None = None, second: Emulator | None = None) -> Iterator[None]:
+    """Both passes run in the emulator, as they are unless others are given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ROWS_ATTENTION, "function", first or emulator(ROWS_ATTENTION))
+        patch.setattr(ROWS_MERGE, "function", second or emulator(ROWS_MERGE))
+        yield
+
+
+def launch(q: mx.array, context: Attended, cut: Parts, order: int = 0, check: bool = True,
+           first: Emulator | None = None, second: Emulator | None = None) -> mx.array:  # fmt: skip
+    """Both passes, checked."""
+    assert ROWS_ATTENTION.limits(q, context, cut) is None
+    if METAL:
+        return rows_attention(q, context, cut)
+    for device in (first or emulator(ROWS_ATTENTION), second or emulator(ROWS_MERGE)):
+        device.check, device.order = check, order
+    with devices(first, second):
+        return rows_attention(q, context, cut)
+
+
+def assert_exact(out: mx.array, q: mx.array, context: Attended) -> None:
+    """float64's values, rounded once; packed values are rounded to the dtype when unpacked."""
+    exact = softmax_attention(q, context)
+    largest = np.abs(exact).max()
+    allowed = 1.01 * rounding(exact, out.dtype) + 2e-6 * largest
+    if context.packed:
+        allowed = allowed + 4 * mx.finfo(out.dtype).eps
+    assert out.shape == exact.shape
+    assert (np.abs(wide(out) - exact) <= allowed).all()

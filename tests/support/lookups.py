@@ -24,9 +24,15 @@ class Copying(Fixed):
     def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
         return self.after is None
 
-    def splice(self, draft: Draft, lookup: Lookup, limit: int, depth: int) -> Copy | None:
-        assert self.after is not None
-        return lookup.draft(COPIED - self.after, draft.tokens.tolist()[: self.after])
+    def choose(
+        self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
+    ) -> tuple[Copy | None, int]:
+        copy = draft.copied
+        if copy is None and lookup is not None:
+            assert self.after is not None
+            copy = lookup.draft(COPIED - self.after, draft.tokens.tolist()[: self.after])
+        count = len(draft.tokens) if copy is None else copy.after + len(copy.tokens)
+        return copy, min(self.tokens, limit, count)
 
 
 class Told(Lookup):

@@ -133,3 +133,35 @@ def quantized_matmul(
     assert transpose
     matrix = Matrix(w, scales, biases, group_size, bits, mode)
     return one_row(x.reshape(-1, x.shape[-1]), matrix).reshape(*x.shape[:-1], -1)
+
+
+def on_a_gpu(x: mx.array, w: mx.array, /, **packing: Any) -> mx.array:
+    """In the place of `mx.quantized_matmul`: this kernel for one row, another order of summation
+    for several."""
+    if x.size == x.shape[-1]:
+        return quantized_matmul(x, w, **packing)
+    packing.pop("transpose", None)
+    return x @ mx.dequantize(w, **packing, dtype=x.dtype).T
+
+
+def gather_qmm(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    rhs_indices: mx.array,
+    group_size: int,
+    bits: int,
+    mode: str,
+    **rest: Any,
+) -> mx.array:
+    """In the place of `mx.gather_qmm`, which runs this kernel for every pair of row and expert."""
+    packing = group_size, bits, mode
+    each = [
+        Matrix(w[e], scales[e], None if biases is None else biases[e], *packing)
+        for e in range(len(w))
+    ]
+    rows = mx.broadcast_to(x, (*rhs_indices.shape, *x.shape[-2:])).reshape(-1, 1, x.shape[-1])
+    pairs = zip(rows, rhs_indices.reshape(-1).tolist(), strict=True)
+    y = mx.concatenate([one_row(row, each[e]) for row, e in pairs])
+    return y.reshape(*rhs_indices.shape, 1, -1)

@@ -10,9 +10,9 @@ from dspine_mlx.metal import rows, rows_exact
 from dspine_mlx.metal.attention import Attended, Parts, attend
 from dspine_mlx.metal.exact_attention import AsHeads, ExactAttention, attend_apart
 from dspine_mlx.metal.experts import ExactExperts, Experts, gather, gather_apart
-from dspine_mlx.metal.rows import ROWS_TILE, Matrix
+from dspine_mlx.metal.rows import ROWS_TILE, Matrix, Tile
 from dspine_mlx.metal.rows_exact import ROWS_EXACT
-from dspine_mlx.target import attention_race, products
+from dspine_mlx.target import attention_race, products, race, row_experts
 from dspine_mlx.target.race import Machine, Race
 from dspine_mlx.target.row_kernels import RowKernels
 from dspine_mlx.target.verdicts import Shape, Verdicts
@@ -23,6 +23,16 @@ M5 = Machine(metal=True, architecture="applegpu_g17g")
 CPU = Machine(metal=False, architecture="x86_64")
 OPEN_BLAS = Machine(metal=False, architecture="x86_64", differing=frozenset({4, 8}))
 Cost = Callable[[int], float]  # seconds of the nth call
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cut of each kernel, on one layer of a shape, once: the emulator compiles each cut."""
+    for limit in ("REPEATS", "CHECKED", "TIMED_BYTES"):
+        monkeypatch.setattr(race, limit, 1)
+    monkeypatch.setattr(race, "tile_cuts", lambda outputs: (Tile(2, 8),))
+    monkeypatch.setattr(race, "CUTS", ((4, 4),))
+    monkeypatch.setattr(row_experts, "CUTS", ((2, 4),))
+    monkeypatch.setattr(attention_race, "ROWS", (4,))
 
 
 class Kernel:

@@ -178,7 +178,7 @@ def test_an_exception_between_verify_and_accept(
 
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss"])
-def test_a_measured_verify_step_pays_for_the_way_back(
+def test_a_measured_verify_step_pays_for_the_rollback(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cost curve's verify step replays half of its rows, and leaves the caches as they were."""

@@ -1,5 +1,6 @@
 """Experts in verify forwards: the race for them, and the swap of their layers."""
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from dspine_mlx.metal.experts import EXPERTS_EXACT, ExactExperts, Experts, gather, gather_apart
-from dspine_mlx.metal.rows import Matrix
 from dspine_mlx.metal.rows_exact import Form
 from dspine_mlx.target import race
 from dspine_mlx.target.model import Target
@@ -19,9 +19,9 @@ from dspine_mlx.target.row_experts import expert_layers, expert_verdict
 from dspine_mlx.target.row_kernels import RowKernels
 from dspine_mlx.target.verdicts import ExpertShape
 from tests.msl import Emulator
+from tests.support import mlx_one_row
 from tests.support.families import build
 from tests.support.metal_device import emulator, needs_emulator
-from tests.support.mlx_one_row import one_row
 from tests.support.racing import M2, Track
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 512, "intermediate_size": 512}
@@ -65,6 +65,20 @@ def test_the_fastest_wins(track: Track, target: Target, mode: str, shape: Expert
 
 def test_other_bits_take_no_part(track: Track, target: Target) -> None:
     track.experts.spoil = lambda cut, y, _: y * (1 + 2**-22)
+    for mode in ("auto", "exact"):
+        assert verdict(track, target, mode).product == STOCK
+
+
+def refuse(*_: Any) -> mx.array:
+    raise ValueError("Thread group size (64) is greater than the maximum allowed")
+
+
+def test_a_refused_or_flapping_one_loses(track: Track, target: Target) -> None:
+    assert isinstance(verdict(track, target).product, ExactExperts)
+    calls = count()
+    track.experts.spoil = lambda cut, y, _: y * (1 + next(calls) % 3 * 2**-21)
+    assert verdict(track, target).product == STOCK
+    track.experts.spoil = refuse
     for mode in ("auto", "exact"):
         assert verdict(track, target, mode).product == STOCK
 
@@ -135,17 +149,9 @@ LAST_BIT = "<T>(as_type<float>(as_type<uint>(result) ^ (first + o == 1)));"
 def test_the_kernels_own_text(track: Track, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """With MLX's kernel for one row, from its text, in the place of MLX's product."""
 
-    def gather_qmm(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array,
-                   rhs_indices: mx.array, **rest: Any) -> mx.array:  # fmt: skip
-        each = [Matrix(w[e], scales[e], biases[e], 32, 4) for e in range(len(w))]
-        rows = mx.broadcast_to(x, (*rhs_indices.shape, *x.shape[-2:])).reshape(-1, 1, x.shape[-1])
-        pairs = zip(rows, rhs_indices.reshape(-1).tolist(), strict=True)
-        y = mx.concatenate([one_row(row, each[e]) for row, e in pairs])
-        return y.reshape(*rhs_indices.shape, 1, -1)
-
     for limit in ("REPEATS", "CHECKED", "TIMED_BYTES"):
         monkeypatch.setattr(race, limit, 1)
-    monkeypatch.setattr(mx, "gather_qmm", gather_qmm)
+    monkeypatch.setattr(mx, "gather_qmm", mlx_one_row.gather_qmm)
     track.experts.real = True
     device = emulator(EXPERTS_EXACT)
     if fault:

@@ -1,6 +1,5 @@
 """Swapped layers: which products they use, in verify forwards and nowhere else."""
 
-import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,16 +12,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from dspine_mlx.metal.rows import Matrix, Tile
 from dspine_mlx.metal.rows_exact import Exact
-from dspine_mlx.target import equal_rows, row_kernels
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.products import APART, STOCK
 from dspine_mlx.target.race import Machine, Verdict
 from dspine_mlx.target.ranks import Alone
 from dspine_mlx.target.rollback import Rollback
-from dspine_mlx.target.row_kernels import RowKernels, linear_layers, prepare
+from dspine_mlx.target.row_kernels import RowKernels, linear_layers
 from dspine_mlx.target.verdicts import Shape, to_json
 from tests.support.families import FAMILIES, build
-from tests.support.metal_device import without_metal
 from tests.support.racing import CPU, M2, M5, Track
 from tests.support.tiny import tiny_target
 
@@ -152,6 +149,19 @@ def test_rows_of_another_dtype_are_mlx(track: Track) -> None:
     assert track.tile.calls == before
 
 
+def test_rows_are_raced_in_the_dtype_that_layers_get(track: Track) -> None:
+    """Not the embedding's: mxfp4 unpacks to bfloat16, which norms of float16 make float32."""
+    model = tiny_target()
+    model.set_dtype(mx.float16)
+    nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
+    target = Target(model)
+    types = classes(target)
+    assert target.dtype == mx.bfloat16
+    assert {shape.dtype for shape in RowKernels(target, track.race()).shapes} == {"float32"}
+    assert {s.dtype for s in RowKernels(target, track.race("off")).shapes} == {"bfloat16"}
+    assert classes(target) == types
+
+
 @pytest.mark.parametrize("bits", [None, 4], ids=["dense", "4-bit"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(track: Track, family: str, bits: int | None) -> None:
@@ -212,11 +222,11 @@ def test_a_rank_has_rank_0s_verdicts(target: Target, track: Track, tmp_path: Pat
 
 
 @pytest.mark.parametrize("bits", [None, 4], ids=["dense", "4-bit"])
-@pytest.mark.parametrize("way", ["all-to-sharded", "sharded-to-all"])
-def test_layers_split_by_tensors(track: Track, bits: int | None, way: str) -> None:
+@pytest.mark.parametrize("split", ["all-to-sharded", "sharded-to-all"])
+def test_layers_split_by_tensors(track: Track, bits: int | None, split: str) -> None:
     target = Target(build("qwen2", bits))
     attention = target.layers[0].self_attn
-    attention.q_proj = shard_linear(attention.q_proj, way, group=mx.distributed.init())
+    attention.q_proj = shard_linear(attention.q_proj, split, group=mx.distributed.init())
     layer, x = attention.q_proj, mx.random.normal((1, WIDTH, 64))
     assert "bias" in layer
     assert any(one is layer for one in linear_layers(target))
@@ -309,54 +319,3 @@ def test_exact_kernels_serve_what_they_can(track: Track) -> None:
     with kernels.verifying(4):
         assert mx.array_equal(layer(x), plain).item()
     assert track.exact.calls == before + 1
-
-
-@without_metal
-def test_preparing_on_the_wheels_blas_races_nothing(target: Target, tmp_path: Path) -> None:
-    """Whose several rows have plain decoding's bits; "off" and "auto" leave the target alone."""
-    types = classes(target)
-    for mode in ("off", "auto"):
-        kernels = prepare(target, mode, range(2, 9), tmp_path)
-        assert kernels.verdicts == {}
-        with kernels.verifying(4):
-            assert classes(target) == types
-        assert kernels.digest == ""
-        assert kernels.width_limit == math.inf
-    assert list(tmp_path.iterdir()) == []
-
-
-@without_metal
-def test_preparing_an_exact_target_checks_it(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(equal_rows, "DEPTHS", (8,))
-    kernels = prepare(target, "exact", (2, 3, 4), None)
-    assert kernels.checked == {2, 3, 4}
-    assert kernels.unequal == {}
-    assert kernels.width_limit == 4
-    assert kernels.explain()[0].endswith("up to 4 rows, as checked.")
-
-
-@without_metal
-def test_preparing_with_an_optimised_blas(
-    target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The target is asked once; what it says decides which widths take part."""
-    asked: list[frozenset[int]] = []
-
-    def differing(_: Target, widths: frozenset[int]) -> frozenset[int]:
-        asked.append(widths)
-        return frozenset({8})
-
-    monkeypatch.setattr(row_kernels, "blas_differs", lambda: True)
-    monkeypatch.setattr(row_kernels, "differing_widths", differing)
-    monkeypatch.setattr(row_kernels, "SECONDS", 1e9)
-    kernels = prepare(target, "auto", (4, 8), tmp_path)
-    assert asked == [frozenset({4, 8})]
-    assert not kernels.lacks((4, 8))
-    assert {v.why for (_, rows), v in kernels.verdicts.items() if rows == 4} == {
-        "no kernel serves it"
-    }
-    assert all(v.seconds > 0 for (_, rows), v in kernels.verdicts.items() if rows == 8)
-    assert prepare(target, "auto", (4, 8), tmp_path).verdicts == kernels.verdicts
-    assert len(asked) == 1

@@ -19,12 +19,12 @@ class Negated(Doubled):
 
 def test_a_swap_changes_what_is_called_and_nothing_else() -> None:
     layer, x = nn.Linear(3, 2), mx.arange(3.0)
-    usual, weight = layer(x), layer.weight
+    plain, weight = layer(x), layer.weight
     with swapping([(layer, Doubled)]):
-        assert layer(x).tolist() == (2 * usual).tolist()
+        assert layer(x).tolist() == (2 * plain).tolist()
         assert layer.weight is weight
     assert type(layer) is nn.Linear
-    assert layer(x).tolist() == usual.tolist()
+    assert layer(x).tolist() == plain.tolist()
     assert set(layer.parameters()) == {"weight", "bias"}
 
 

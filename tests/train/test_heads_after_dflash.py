@@ -120,11 +120,11 @@ def test_gradients_are_those_of_the_losses() -> None:
         batch = random_batch(SHAPE, drafter.config.num_proposals)
         _, grads = losses(drafter, batch, 0.4)
         start = drafter.network.parameters()
-        way = tree_map(lambda p: 0.1 * mx.random.normal(p.shape), start)
-        slope = sum((grads[n] * v).sum().item() for n, v in tree_flatten(way))
+        direction = tree_map(lambda p: 0.1 * mx.random.normal(p.shape), start)
+        slope = sum((grads[n] * v).sum().item() for n, v in tree_flatten(direction))
         values = []
         for step in (1e-3, -1e-3):
-            drafter.network.update(tree_map(lambda p, v, x=step: p + x * v, start, way))
+            drafter.network.update(tree_map(lambda p, v, x=step: p + x * v, start, direction))
             values.append(losses(drafter, batch, 0.4)[0])
         assert (values[0] - values[1]) / 2e-3 == pytest.approx(slope, rel=0.03, abs=0.02)
 

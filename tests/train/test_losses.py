@@ -231,7 +231,7 @@ def test_chunks_and_checkpoints_change_nothing(method: Any) -> None:
 
 def test_acceptance_length_by_hand() -> None:
     weights = mx.array([[[1.0, 0.9, 0.8], [1.0, 0.9, 0.0], [0.0, 0.0, 0.0]]])
-    stands = mx.array([[[1.0, 0.5, 0.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]])
-    length, blocks = acceptance_length(weights, stands)
+    accepted = mx.array([[[1.0, 0.5, 0.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]])
+    length, blocks = acceptance_length(weights, accepted)
     assert blocks.item() == 2  # the empty block does not count
     assert length.item() == pytest.approx((1 + 1 + 0.5 + 0.25) + (1 + 1 + 1))

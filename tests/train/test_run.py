@@ -329,6 +329,17 @@ def test_settings_are_checked_by_type() -> None:
     ):
         with pytest.raises(InputError, match=f"{name} is"):
             changed(TrainConfig(), {name: value})
+    for text in (
+        *("train.save_every=0", "train.evaluate_every=-1", "train.patience=0", "train.seed=-1"),
+        *("train.learning_rate=-1", "train.learning_rate=NaN", "train.clip=1e400", "train.clip=-1"),
+        *("train.warmup_ratio=2", "train.betas=[0.9, 1]", "train.betas=[NaN, 0]", "train.steps=0"),
+        *("train.max_length=0", "train.short_block_size=-2", f"train.steps={10**12}"),
+        *("loss.ce_weight=Infinity", f"loss.ce_weight={10**400}", "loss.ce_end=" + "[" * 10**5),
+    ):
+        section, _, name = text.partition("=")[0].partition(".")
+        config = LossConfig() if section == "loss" else TrainConfig()
+        with pytest.raises(InputError, match=f"{name} (is|are)"):
+            changed(config, parse_settings([text])[section])
     for text in ("steps=1", "train.steps", "other.steps=1"):
         with pytest.raises(InputError, match="SECTION"):
             parse_settings([text])

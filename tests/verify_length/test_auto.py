@@ -1,9 +1,13 @@
 """The policy's behaviour by simulation, on a clock that the steps move."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
+from dspine_mlx.round.lookup import Lookup
+from dspine_mlx.round.select import Draft
 from dspine_mlx.round.statistics import Statistics
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
@@ -12,7 +16,9 @@ from tests.bench.policies import DEAR, ENTRIES, families
 from tests.bench.simulate import (
     CURVES,
     HERE,
+    Known,
     Machine,
+    Numbers,
     Trace,
     compare,
     curve_of,
@@ -176,6 +182,32 @@ def test_a_dear_drafter_does_not_keep_up_while_parked(draft: float, kept: bool) 
     """64 rows are taken in if a draft takes at most 1 % of the time of 64 plain tokens."""
     curve = flat(draft)
     assert policy(curve, Machine(curve)).keeps_context(64) == kept
+
+
+class Late(Known):
+    """Evidence that the host waits for: three plain tokens' time."""
+
+    tokens, machine = Numbers([1] * 7), Machine(flat(0.5))
+
+    def log_odds(self) -> list[float]:
+        self.machine.now += 3.0
+        return self.odds
+
+
+@pytest.mark.parametrize("lookup", [None, Lookup()], ids=["no copies", "copies"])
+def test_rounds_tell_what_a_draft_costs(lookup: Lookup | None) -> None:
+    """The wait for a draft is part of it, also where it is first compared with copies."""
+    tokens: Any = Late.tokens
+    evidence: Any = Late([1.0] * 7)
+    machine, draft = Late.machine, Draft(tokens, tokens, None, evidence)
+    auto = policy(machine.curve, machine)
+    auto.start_text(Statistics(), make_sampler(0), 64)
+    for _ in range(5):
+        _, length = auto.choose(draft, lookup, 7, 64, 0.0)
+        machine.take(FLAT[length])
+        auto.learn(0, length)
+    auto.digest()
+    assert auto.costs.draft(64) == pytest.approx(3.0, rel=0.2)
 
 
 def test_probes_tell_what_a_draft_costs() -> None:

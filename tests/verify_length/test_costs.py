@@ -24,6 +24,11 @@ def curve(slope: float = 0.0) -> Curve:
     return Curve((100, 1100), (1.0, 1.2), (0.3, 0.3), (low, tuple(s + slope for s in low)))
 
 
+def observe_round(taught: Costs, draft: float, verify: float, rows: int, depth: int) -> None:
+    taught.observe("verify", verify, depth, rows)
+    taught.observe("draft", draft, depth)
+
+
 def test_linear_in_the_depth_and_never_falling() -> None:
     np.testing.assert_allclose(curve(1.0).at(600)[1:-1], [1.5, 2.0, 2.5, 3.0])
     np.testing.assert_allclose(curve(1.0).at(2100)[1:-1], [3.0, 3.5, 4.0, 4.5])
@@ -43,7 +48,7 @@ def test_wrong_curves_are_learnt() -> None:
             for kind in range(6):
                 name = "plain" if kind == 0 else "draft" if kind == 5 else "verify"
                 seconds = truth[kind] * np.exp(0.1 * rng.standard_normal())
-                taught.observe(name, kind, seconds, 100)
+                taught.observe(name, seconds, 100, kind)
         left.append(np.log(np.array(taught.predict(100)) / truth))
     assert np.abs(left).max() < 0.2
     assert np.sqrt(np.mean(np.square(left))) < 0.05
@@ -54,7 +59,7 @@ def test_load_on_the_machine_is_common_to_all_steps() -> None:
     expected to take, seen or not."""
     taught = Costs(curve())
     for _ in range(30):
-        taught.observe_round(0.9, 6.0, 3, 100)
+        observe_round(taught, 0.9, 6.0, 3, 100)
     assert 2 < taught.plain(100) < 3.2
     assert taught.verify(100)[2] == pytest.approx(6.0, rel=0.05)
 
@@ -62,11 +67,11 @@ def test_load_on_the_machine_is_common_to_all_steps() -> None:
 def test_a_single_pause_changes_little() -> None:
     taught = Costs(curve())
     for _ in range(20):
-        taught.observe_plain(1.0, 100)
+        taught.observe("plain", 1.0, 100)
     before = taught.plain(100)
-    taught.observe_plain(500.0, 100)
+    taught.observe("plain", 500.0, 100)
     assert taught.plain(100) < 1.25 * before
-    taught.observe_plain(1.0, 100)
+    taught.observe("plain", 1.0, 100)
     assert taught.plain(100) == pytest.approx(before, rel=0.1)
 
 
@@ -75,21 +80,21 @@ def test_a_curve_that_is_far_off_is_seen_at_once(factor: float) -> None:
     """A shorter time counts at once, a longer one when it comes twice."""
     taught = Costs(curve())
     for _ in range(1 if factor < 1 else 2):
-        taught.observe_plain(factor * curve().at(100)[0], 100)
+        taught.observe("plain", factor * curve().at(100)[0], 100)
     assert taught.plain(100) == pytest.approx(factor * curve().at(100)[0], rel=0.15)
 
 
 def test_all_widths_are_off_if_one_is() -> None:
     taught, file = Costs(curve()), curve().at(100)
-    taught.observe_round(file[-1], 0.2 * file[1], 1, 100)
+    observe_round(taught, file[-1], 0.2 * file[1], 1, 100)
     np.testing.assert_allclose(taught.verify(100), 0.2 * np.array(file[1:-1]), rtol=0.3)
 
 
 def test_what_was_learnt_changes_the_file_by_a_factor_of_two_at_most() -> None:
     taught, file = Costs(curve()), curve()
     for _ in range(5):
-        taught.observe_plain(5.0, 100)
-        taught.observe_round(0.25, 1.4, 2, 100)
+        taught.observe("plain", 5.0, 100)
+        observe_round(taught, 0.25, 1.4, 2, 100)
     learnt = taught.learnt()
     assert learnt.plain[0] == pytest.approx(2 * file.plain[0])
     assert learnt.verify[0][1] == pytest.approx(1.4, rel=0.1)
@@ -101,7 +106,7 @@ def test_times_that_scatter_are_known_as_disturbed() -> None:
     for noise, disturbed in ((0.1, False), (0.8, True)):
         taught = Costs(curve())
         for _ in range(100):
-            taught.observe_plain(float(np.exp(noise * rng.standard_normal())), 100)
+            taught.observe("plain", float(np.exp(noise * rng.standard_normal())), 100)
         assert taught.disturbed == disturbed
 
 
@@ -109,14 +114,14 @@ def test_a_guess_takes_its_scale_from_the_first_step() -> None:
     guessed = Curve((1, 2), (1.0, 1.0), (0.1, 0.1), ((1.0, 1.2), (1.0, 1.2)), measured=False)
     taught = Costs(guessed)
     for _ in range(3):
-        taught.observe_round(0.001, 0.012, 2, 1)
+        observe_round(taught, 0.001, 0.012, 2, 1)
     np.testing.assert_allclose(taught.predict(1), [0.01, 0.01, 0.012, 0.001], rtol=0.2)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan")])
 def test_a_clock_that_goes_backwards(seconds: float, caplog: pytest.LogCaptureFixture) -> None:
     taught = Costs(curve())
-    taught.observe_plain(seconds, 100)
+    taught.observe("plain", seconds, 100)
     assert "a clock went backwards" in caplog.text
     np.testing.assert_array_equal(taught.predict(100), curve().at(100))
 

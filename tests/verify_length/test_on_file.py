@@ -11,14 +11,16 @@ import mlx.nn as nn
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dspine_mlx.cache_folder import write_json
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.generate import stream_generate
 from dspine_mlx.verify_length import on_file, store
 from dspine_mlx.verify_length.calibration import Calibration
 from dspine_mlx.verify_length.costs import Curve
 from dspine_mlx.verify_length.schedule import prepare
-from tests.support.tiny import tiny_dflash
+from tests.support.tiny import plain_steps, random_prompt, tiny_dflash
 
 Place = tuple[Any, ...]
 NESTED = ["[" * 100_000, '{"a":' * 100_000, '{"modes": {}, "modes": {}}', "1" * 5000, "\0", "null"]
@@ -80,6 +82,42 @@ def test_any_value_in_any_place(drafter: Drafter, path_of: Callable[[Drafter], P
         read_all(drafter)
 
     spoil()
+
+
+EXTREME = st.sampled_from([5e-324, 1e-315, 1e-300, 1e-9, 1e-3, 1e3, 1e6, 1e300, 1.7e308])
+
+
+@pytest.mark.parametrize("path_of", [store.costs_path, store.calibration_path])
+def test_texts_come_out_right_whatever_numbers_are_on_file(
+    drafter: Drafter, tokenizer: TokenizerWrapper, path_of: Callable[[Drafter], Path]
+) -> None:
+    """All numbers of a file times the same one: ratios stay as they are, and no check of ratios
+    finds it."""
+    path, model, prompt = path_of(drafter), drafter.verifier.model, random_prompt(6)
+    good = json.loads(path.read_text())
+    kinds = ("plain", "draft", "verify", "temperatures", "biases", "slopes")
+    plain = [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=12)]
+
+    @settings(max_examples=9, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(factor=EXTREME, names=st.sets(st.sampled_from(kinds), min_size=1))
+    def decode(factor: float, names: set[str]) -> None:
+        spoilt = deepcopy(good)
+        for place in places(good):
+            value = at(good, place)
+            if names & {str(key) for key in place} and isinstance(value, float):
+                at(spoilt, place[:-1])[place[-1]] = value * factor
+        path.write_text(json.dumps(spoilt))
+        prepare(drafter)
+        responses = stream_generate(model, tokenizer, prompt, drafter, max_tokens=12)
+        assert [r.token for r in responses] == plain
+
+    decode()
+
+
+def at(data: Any, place: Place) -> Any:
+    for key in place:
+        data = data[key]
+    return data
 
 
 @pytest.mark.parametrize("text", NESTED, ids=lambda text: text[:12])

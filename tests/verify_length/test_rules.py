@@ -16,13 +16,13 @@ from dspine_mlx.verify_length.rules import (
 
 chance = st.floats(0.01, 0.99)
 chances = st.lists(chance, min_size=6, max_size=6)
-worths = st.lists(st.floats(0.1, 4.0), min_size=6, max_size=6)
+token_seconds = st.lists(st.floats(0.1, 4.0), min_size=6, max_size=6)
 rows = st.lists(st.floats(0.0, 2.0), min_size=7, max_size=7).map(
     lambda x: (1 + np.cumsum(x)).tolist()
 )
 
 
-@given(st.lists(chance, max_size=6), rows, worths)
+@given(st.lists(chance, max_size=6), rows, token_seconds)
 def test_verify_length_is_the_best_of_all(
     c: list[float], seconds: list[float], w: list[float]
 ) -> None:
@@ -42,7 +42,7 @@ def test_a_step_in_the_costs_is_looked_across() -> None:
     assert sampled_verify_length([0.8] * 5, [0.8] * 5, seconds, [1.0] * 5) == 5
 
 
-@given(st.lists(chance, min_size=1, max_size=6), rows, worths)
+@given(st.lists(chance, min_size=1, max_size=6), rows, token_seconds)
 def test_the_sampled_length_is_the_best_where_later_chances_are_average(
     c: list[float], seconds: list[float], w: list[float]
 ) -> None:
@@ -51,7 +51,7 @@ def test_the_sampled_length_is_the_best_where_later_chances_are_average(
     assert gains[sampled_verify_length(c, c, seconds, w)] == pytest.approx(gains.max())
 
 
-@given(chances, chances, chances, rows, worths, st.integers(1, 6))
+@given(chances, chances, chances, rows, token_seconds, st.integers(1, 6))
 def test_the_sampled_length_does_not_look_ahead_of_the_row(
     chances: list[float],
     others: list[float],

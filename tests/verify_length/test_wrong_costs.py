@@ -6,10 +6,12 @@ takes as long as four plain tokens, and a curve on which the pair is 2.4 times a
 
 import json
 import random
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
+from dspine_mlx.cache_folder import restored
 from dspine_mlx.load import DEMO
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.budget import Budget
@@ -19,7 +21,7 @@ from dspine_mlx.verify_length.schedule import Schedule
 from tests.bench.simulate import HERE, Machine, Trace, fixed_seconds, load_trace, replay
 
 MODES = json.loads((DEMO / "drafter" / "calibration.json").read_text(encoding="utf-8"))["modes"]
-CALIBRATION = Calibration.from_dict(MODES["greedy"])
+CALIBRATION = restored(Calibration, MODES["greedy"])
 QUESTIONS = load_trace(HERE / "demo_trace.npz")
 ROWS = tuple(0.0086 + 0.0223 / 15 * n for n in range(16))
 DEAR = Curve((64, 2048), (0.0067, 0.008), (0.0262, 0.029), (ROWS, tuple(1.3 * row for row in ROWS)))
@@ -113,7 +115,7 @@ def test_a_hard_short_text_in_a_new_process_costs_nothing() -> None:
     kept: dict[str, Budget] = {}
     for seed in range(4):
         machine = Machine(DEAR, seed=seed)
-        budget = Budget.from_dict(vars(kept["greedy"])) if kept else Budget()
+        budget = restored(Budget, asdict(kept["greedy"])) if kept else Budget()
         auto = Auto(Costs(DEAR), CALIBRATION, clock=machine.clock, budget=budget)
         text = hard_text(seed, 64)
         speed = fixed_seconds([text], DEAR, 0, 64) / replay(text, auto, machine, 64)

@@ -32,7 +32,7 @@ from dspine_mlx.measure.compare import Models, divergence_margin
 from dspine_mlx.measure.prompts import load_suite
 from dspine_mlx.round.sampler import Sampler
 from tests.bench.peers.code_lines import code_lines
-from tests.bench.peers.report import PLAIN, Record, forks, read_records, runs
+from tests.bench.peers.report import PLAIN, Record, divergences, read_records, runs
 
 WORKER = Path(__file__).with_name("worker.py")
 REQUIREMENTS = {  # the versions whose functions worker.py knows
@@ -43,7 +43,7 @@ REQUIREMENTS = {  # the versions whose functions worker.py knows
 
 
 @dataclass(frozen=True)
-class Way:
+class Mode:
     """A row of the table. length None: the package's own choice of one, round by round."""
 
     name: str
@@ -52,12 +52,12 @@ class Way:
     length: int | None = None
 
 
-def ways_for(drafters: list[Path], draft_lm: Path | None) -> Iterator[Way]:
+def modes_for(drafters: list[Path], draft_lm: Path | None) -> Iterator[Mode]:
     """Plain decoding first, then every package that takes a checkpoint of the kind."""
-    yield Way(PLAIN, "mlx_lm")
+    yield Mode(PLAIN, "mlx_lm")
     if draft_lm is not None:
         for length in (2, 4):
-            yield Way(f"mlx-lm, small model, {length} tokens", "mlx_lm", draft_lm, length)
+            yield Mode(f"mlx-lm, small model, {length} tokens", "mlx_lm", draft_lm, length)
     for drafter in drafters:
         config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
         kind = config["architectures"][0].removesuffix("DraftModel")
@@ -65,10 +65,10 @@ def ways_for(drafters: list[Path], draft_lm: Path | None) -> Iterator[Way]:
         packages = ["dspine_mlx", "mlx_dspark"] + ["dflash_mlx"] * (kind == "DFlash")
         for package in packages:
             name = f"{package.replace('_', '-')}, {kind}"
-            yield Way(f"{name}, own length", package, drafter)
-            yield Way(f"{name}, {whole} tokens", package, drafter, whole)
+            yield Mode(f"{name}, own length", package, drafter)
+            yield Mode(f"{name}, {whole} tokens", package, drafter, whole)
         if kind == "DFlash":
-            yield Way(f"dflash (z-lab), {kind}, {whole} tokens", "dflash", drafter, whole)
+            yield Mode(f"dflash (z-lab), {kind}, {whole} tokens", "dflash", drafter, whole)
 
 
 def interpreter(package: str, environments: Path) -> Path:
@@ -90,12 +90,12 @@ def interpreter(package: str, environments: Path) -> Path:
 class Worker:
     """A way of decoding in its own process; a reply holds "error" if it failed."""
 
-    def __init__(self, way: Way, target: Path, environments: Path):
-        command: list[object] = [interpreter(way.package, environments), WORKER, way.package]
+    def __init__(self, mode: Mode, target: Path, environments: Path):
+        command: list[object] = [interpreter(mode.package, environments), WORKER, mode.package]
         command += ["--target", target]
-        command += ["--draft-model", way.draft_model] if way.draft_model else []
-        command += ["--length", way.length] if way.length else []
-        self.way, self.scratch = way, TemporaryDirectory()
+        command += ["--draft-model", mode.draft_model] if mode.draft_model else []
+        command += ["--length", mode.length] if mode.length else []
+        self.mode, self.scratch = mode, TemporaryDirectory()
         command += ["--scratch", self.scratch.name]
         self.process = subprocess.Popen(
             list(map(str, command)),
@@ -145,8 +145,8 @@ class Book:
             print(json.dumps(record), file=file)
         self.records.append(record)
 
-    def failed(self, way: Way) -> bool:
-        return any(r.get("way") == way.name and "error" in r for r in self.records)
+    def failed(self, mode: Mode) -> bool:
+        return any(r.get("way") == mode.name and "error" in r for r in self.records)
 
 
 def start(book: Book, worker: Worker, prompt: list[int], max_tokens: int) -> None:
@@ -154,34 +154,34 @@ def start(book: Book, worker: Worker, prompt: list[int], max_tokens: int) -> Non
     reply = worker.read()
     if "error" not in reply:
         facts = {"version": reply["version"], "code_lines": code_lines(Path(reply["folder"]))}
-        book.add({"way": worker.way.name} | facts)
+        book.add({"way": worker.mode.name} | facts)
         reply = worker.ask(prompt, max_tokens)
     if "error" in reply:
-        book.add({"way": worker.way.name, "error": reply["error"]})
+        book.add({"way": worker.mode.name, "error": reply["error"]})
 
 
 def measure(
     book: Book, workers: list[Worker], prompts: list[list[int]], rounds: int, max_tokens: int
 ) -> None:
-    """Each prompt by every way in turn, `rounds` times, but for what is on record."""
-    done = {w.way: runs(book.records, w.way.name).keys() for w in workers}
+    """Each prompt by every mode in turn, `rounds` times, but for what is on record."""
+    done = {w.mode: runs(book.records, w.mode.name).keys() for w in workers}
     for index, prompt in enumerate(prompts):
         for round_ in range(rounds):
             for worker in workers:
-                if (index, round_) not in done[worker.way] and not book.failed(worker.way):
-                    place = {"way": worker.way.name, "prompt": index, "round": round_}
+                if (index, round_) not in done[worker.mode] and not book.failed(worker.mode):
+                    place = {"way": worker.mode.name, "prompt": index, "round": round_}
                     book.add(place | worker.ask(prompt, max_tokens))
 
 
 def add_margins(book: Book, pair: Models, prompts: list[list[int]]) -> None:
-    """For each fork, how far the target prefers plain decoding's token."""
+    """For each divergence, how far the target prefers plain decoding's token."""
     plain = runs(book.records, PLAIN)
-    for way in book.records[0]["ways"]:
-        for prompt, after in list(forks(book.records, way)):
-            a, b = plain[prompt, 0]["tokens"], runs(book.records, way)[prompt, 0]["tokens"]
+    for mode in book.records[0]["ways"]:
+        for prompt, after in list(divergences(book.records, mode)):
+            a, b = plain[prompt, 0]["tokens"], runs(book.records, mode)[prompt, 0]["tokens"]
             if after < min(len(a), len(b)):
                 margin = divergence_margin(pair, prompts[prompt], a, after, b[after])
-                book.add({"way": way, "prompt": prompt, "margin": margin})
+                book.add({"way": mode, "prompt": prompt, "margin": margin})
 
 
 def main(
@@ -196,19 +196,19 @@ def main(
     own_length: Annotated[bool, typer.Option(help="Also where packages choose a length.")] = True,
     environments: Annotated[Path, typer.Option(help="Where peers are.")] = Path("runs/peers"),
 ) -> None:
-    every = ways_for(drafter, draft_lm)
-    ways = [w for w in every if own_length or w.length or w.draft_model is None]
+    every = modes_for(drafter, draft_lm)
+    modes = [w for w in every if own_length or w.length or w.draft_model is None]
     model, tokenizer, drafter_ = load(target, drafter[0])
     assert drafter_ is not None
     chats = load_suite(prompts, limit, typer.echo)
     texts = [tokenizer.apply_chat_template(c, add_generation_prompt=True) for c in chats]
     sizes = {"prompts": len(texts), "rounds": rounds, "max_tokens": max_tokens}
-    book = Book(output, {"ways": [way.name for way in ways]} | sizes)
+    book = Book(output, {"ways": [mode.name for mode in modes]} | sizes)
     with ExitStack() as stack:
         workers = []
-        for way in ways:
-            if not book.failed(way):
-                workers.append(stack.enter_context(Worker(way, target, environments)))
+        for mode in modes:
+            if not book.failed(mode):
+                workers.append(stack.enter_context(Worker(mode, target, environments)))
                 start(book, workers[-1], texts[0], max_tokens)
         measure(book, workers, texts, rounds, max_tokens)
     add_margins(book, Models(model, tokenizer, drafter_, Sampler()), texts)

@@ -6,8 +6,8 @@ Speeds are medians over prompts and rounds, of whole texts with their prompts; t
 mlx_lm.stream_generate on the same prompt in the same round, and so is that of this package to
 another one with the same drafter and length. CPU time counts what runs in parallel twice, but other
 load does not change it. A text is the same if its tokens are plain decoding's.
-Where one is not, the fork is the number of tokens before, and the margin how far the target prefers
-its own token there, in nats: what rounding decides is near 0.
+Where one is not, the divergence is the number of tokens before, and the margin how far the target
+prefers its own token there, in nats: what rounding decides is near 0.
 """
 
 import json
@@ -28,17 +28,17 @@ def read_records(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def runs(records: list[Record], way: str) -> dict[tuple[int, int], Record]:
-    """What a way did, by prompt and round."""
-    found = [r for r in records if r.get("way") == way and "tokens" in r]
+def runs(records: list[Record], mode: str) -> dict[tuple[int, int], Record]:
+    """What a mode did, by prompt and round."""
+    found = [r for r in records if r.get("way") == mode and "tokens" in r]
     return {(r["prompt"], r["round"]): r for r in found}
 
 
-def ours(records: list[Record], way: str) -> float | None:
+def ours(records: list[Record], mode: str) -> float | None:
     """How many times as fast this package is with the same drafter and length: the median over
     texts of the same prompt and round."""
-    package, _, how = way.partition(", ")
-    own, other = runs(records, f"{OURS}, {how}"), runs(records, way)
+    package, _, how = mode.partition(", ")
+    own, other = runs(records, f"{OURS}, {how}"), runs(records, mode)
     if package == OURS or not own or not other:
         return None
     speeds = {
@@ -49,23 +49,23 @@ def ours(records: list[Record], way: str) -> float | None:
     return median(speeds.values())
 
 
-def forks(records: list[Record], way: str) -> Iterator[tuple[int, int]]:
-    """(prompt, tokens before the fork) of every text of the first round that is not plain's."""
+def divergences(records: list[Record], mode: str) -> Iterator[tuple[int, int]]:
+    """(prompt, tokens before it) of every text of the first round that is not plain's."""
     plain = runs(records, PLAIN)
-    for (prompt, round_), run in sorted(runs(records, way).items()):
+    for (prompt, round_), run in sorted(runs(records, mode).items()):
         same = plain[prompt, round_]["tokens"]
         if round_ == 0 and run["tokens"] != same:
             yield prompt, divergence(run["tokens"], same)
 
 
-def summary(records: list[Record], way: str) -> Record:
+def summary(records: list[Record], mode: str) -> Record:
     """A row: what is known of the package, and medians; or why there are none."""
-    facts = {k: v for r in records if r.get("way") == way and "version" in r for k, v in r.items()}
-    row = {"way": way, "version": facts.get("version"), "code_lines": facts.get("code_lines")}
-    errors = [r["error"] for r in records if r.get("way") == way and "error" in r]
+    facts = {k: v for r in records if r.get("way") == mode and "version" in r for k, v in r.items()}
+    row = {"way": mode, "version": facts.get("version"), "code_lines": facts.get("code_lines")}
+    errors = [r["error"] for r in records if r.get("way") == mode and "error" in r]
     if errors:
         return row | {"error": errors[-1]}
-    plain, own = runs(records, PLAIN), runs(records, way)
+    plain, own = runs(records, PLAIN), runs(records, mode)
     if not own:
         return row | {"error": "not measured yet"}
     speeds = {key: len(r["tokens"]) / r["seconds"] for key, r in own.items()}
@@ -81,15 +81,15 @@ def summary(records: list[Record], way: str) -> Record:
         "tokens_per_second": median(speeds.values()),
         "speedup": median(ratios),
         "speedup_range": [ratios[0], ratios[-1]],
-        "ours": ours(records, way),
+        "ours": ours(records, mode),
         "cpu_speedup": median(cpu),
         "tokens_per_round": sum(len(r["tokens"]) for r in own.values())
         / sum(r["rounds"] for r in own.values()),
         "texts": len(own),
         "identical": sum(r["tokens"] == plain[key]["tokens"] for key, r in own.items()),
         "forks": [
-            {"prompt": prompt, "after": after, "margin": margins.get((way, prompt))}
-            for prompt, after in forks(records, way)
+            {"prompt": prompt, "after": after, "margin": margins.get((mode, prompt))}
+            for prompt, after in divergences(records, mode)
         ],
         "peak_memory_gb": max(r["memory"] for r in own.values()),
     }
@@ -113,7 +113,7 @@ def markdown(rows: list[Record]) -> str:
                 "" if row["ours"] is None else f"{row['ours']:.2f}",
                 f"{row['tokens_per_round']:.2f}",
                 f"{row['identical']}/{row['texts']}",
-                fork_text(row["forks"]),
+                divergence_text(row["forks"]),
                 f"{row['peak_memory_gb']:.3f}",
                 known[2],
             )
@@ -123,8 +123,8 @@ def markdown(rows: list[Record]) -> str:
     )
 
 
-def fork_text(found: list[Record]) -> str:
-    """The earliest fork."""
+def divergence_text(found: list[Record]) -> str:
+    """The earliest divergence."""
     if not found:
         return ""
     first = min(found, key=lambda f: f["after"])
@@ -141,7 +141,7 @@ def main(
     tables = []
     for file in files:
         records = read_records(file)
-        rows = [summary(records, way) for way in records[0]["ways"]]
+        rows = [summary(records, mode) for mode in records[0]["ways"]]
         print(f"\n{file.stem}: {json.dumps(records[0])}\n\n{markdown(rows)}")
         tables.append({"name": file.stem, "settings": records[0], "rows": rows})
     if json_file is not None:

@@ -7,7 +7,7 @@ ALWAYS, EVERY = 32, 8  # rounds read at first; then at least one in EVERY
 MEMORY = 40  # rounds over which values fade
 
 
-class Reading:
+class ConstantLength:
     """Compares the net seconds of the best constant length with those of lengths chosen per block.
 
     Where rounds are short and rows cost almost nothing, or all blocks are about equally easy, a
@@ -21,13 +21,13 @@ class Reading:
         self.rounds = 0
 
     @property
-    def due(self) -> bool:
+    def reading_due(self) -> bool:
         """Whether to read the next round's evidence."""
         pays = self.chosen - max(self.values) > READING * self.weight
         return pays or self.rounds < ALWAYS or self.rounds % EVERY == 0
 
     @property
-    def constant(self) -> int:
+    def length(self) -> int:
         """The length to offer without reading."""
         return self.values.index(max(self.values))
 

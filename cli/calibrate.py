@@ -214,6 +214,7 @@ def report(one: "Fit") -> dict[str, Any]:
         "temperatures": list(one.calibration.temperatures),
         "biases": list(one.calibration.biases),
         "slopes": list(one.calibration.slopes),
+        "copy_weights": list(one.calibration.copy_weights),
         "ece_before": one.before.tolist(),
         "ece_after": one.after.tolist(),
         "ece_by_chance": one.by_chance.tolist(),
@@ -241,3 +242,6 @@ def show(mode: str, one: "Fit") -> None:
     screen.print(f"{mode}, {len(one.held_out.accepted)} held-out rounds")
     names = ["slot", "accepted", "T", "b", "s", "error before", "after", "by chance"]
     print_table(screen, names, rows)
+    if fitted.copy_weights:
+        weights = " ".join(f"{weight:+.2f}" for weight in fitted.copy_weights)
+        screen.print(f"between a copy of earlier text and a draft: {weights}")

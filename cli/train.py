@@ -111,6 +111,7 @@ def run(
             model,
             data,
             settings or [],
+            published=export is Layout.hf,
             held_out=held_out,
             target_layers=parse_layers(target_layers),
             warm_start=warm_start,
@@ -135,8 +136,7 @@ def work(todo: "Run", output: Path, resume: bool, drafter: Drafter, plot: bool) 
     from dspine_mlx.train.export import check_layout
     from dspine_mlx.train.loop import read_log
 
-    reduced = todo.drafter.get("draft_vocab_size")
-    check_layout(todo.method, reduced, drafter.layout is Layout.hf)
+    check_layout(todo.method, todo.drafter, drafter.layout is Layout.hf)
     curves = output / "curves.png"
     if plot:
         check_matplotlib()

@@ -404,11 +404,16 @@ def dspine_round(
         write = (gate * (previous @ A.T)) @ w[f"injection.writes.{layer}.weight"].T
         return u + np.linalg.norm(u, axis=-1, keepdims=True) / np.sqrt(d) * write
 
+    code = np.sqrt(r) * codes[anchor][None]
     h, ctx = embed_block(c, target.embedding, anchor), context_rows(w, c, features)
     for layer in range(c["num_hidden_layers"]):
         u = draft_layer(w, c, layer, h, ctx)
+        if c.get("injection_reach", 1) == 2:
+            u = np.concatenate(
+                [u[:1], from_two_back(w, u[1:], direction(u[1:], layer), layer, code)]
+            )
         z = direction(u[1:], layer)
-        previous = np.concatenate([np.sqrt(r) * codes[anchor][None], z[:-1]])
+        previous = np.concatenate([code, z[:-1]])
         h = np.concatenate([u[:1], inject(u[1:], layer, previous)])
     states = rms_norm(h[1:], w["norm.weight"], c["rms_norm_eps"])
     base = base_logits(w, c, target, states)
@@ -422,6 +427,18 @@ def dspine_round(
             state = rms_norm(state, w["norm.weight"], c["rms_norm_eps"])
             table[t, i] = scale_logits(c, target.head[candidates[t]] @ state)
     return Round(candidates, table[0, 0], table[1:], base)
+
+
+def from_two_back(
+    w: Weights, u: np.ndarray, z: np.ndarray, layer: int, code: np.ndarray
+) -> np.ndarray:
+    """u [M, d] with the messages of the slots two back, z their readouts; slot 2's is the
+    anchor's code [1, r], slot 1 gets none."""
+    Gq, Gp, A = np.split(w["earlier.gates.weight"], 3)
+    before = np.concatenate([np.zeros_like(code), code, z[:-2]])[: len(u)]
+    gate = sigmoid(z @ Gq.T + before @ Gp.T + w["earlier.bias"])
+    write = (gate * (before @ A.T)) @ w[f"earlier.writes.{layer}.weight"].T
+    return u + np.linalg.norm(u, axis=-1, keepdims=True) / np.sqrt(u.shape[-1]) * write
 
 
 class MarkovHead:

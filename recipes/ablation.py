@@ -55,11 +55,13 @@ class Variant:
     loss: dict[str, Any] = field(default_factory=dict)
     first_slot: int = 1
     bidirectional: bool = False
+    drafter: dict[str, Any] = field(default_factory=dict)
 
 
 ALIGN = {"alignment_weight": 0.1}
 PUBLISHED = {"reference": "token", "ce_start": None, "ce_weight": 0.1}  # DFlash: CE only
 HALF = {"ce_weight": 0.5}
+LENGTH = {"length_weight": 0.8, "length_start": 0.6}
 VARIANTS = {
     "DFlash": Variant("dflash", {"ce_weight": 1.0}),
     "DSpark": Variant("dspark", first_slot=0),
@@ -81,13 +83,19 @@ VARIANTS = {
     "DSpark, losses: CE down to .5": Variant("dspark", HALF, first_slot=0),
     "DSpine, losses as published": Variant(loss=PUBLISHED | ALIGN),
     "DSpine, losses: CE down to .5": Variant(loss=HALF | ALIGN),
+    "DSpine, expected length": Variant(loss=ALIGN | LENGTH),
+    "DSpine, expected length, greedy": Variant(loss=ALIGN | LENGTH | {"length_greedy": 1.0}),
+    "DSpine, two slots back": Variant(loss=ALIGN, drafter={"injection_reach": 2}),
     "DFlash2": Variant("dflash2"),
+    "DFlash2, no slot before": Variant("dflash2", drafter={"conv_kernel_size": 1}),
     "DFlash2, losses: CE alone": Variant("dflash2", {"ce_weight": 1.0}),
     "Domino": Variant("domino"),
     "Domino, losses: CE alone": Variant("domino", {"ce_weight": 1.0}),
 }
 TABLE = [*list(VARIANTS)[:7], "DFlash2", "Domino"]
 MIXES = [n for m in TABLE[:3] for n in VARIANTS if n == m or n.startswith(f"{m}, losses")]
+BEYOND = ["DSpine", *(n for n in VARIANTS if "two slots" in n or "length" in n)]
+BEYOND += ["DFlash2", "DFlash2, no slot before", "Domino"]
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"enable_confidence_head": True, "confidence_head_with_markov": True},
@@ -157,7 +165,8 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
         "dflash2": {"selector_rank": rank // 2},
         "domino": {"gru_hidden_dim": 2 * rank, "emb_dim": rank // 2},
     }
-    slots = {
+    own = {
+        **variant.drafter,
         "first_slot": variant.first_slot,
         "block_size": base.drafter["block_size"] - 1 + variant.first_slot,
     }
@@ -165,7 +174,7 @@ def configure(base: Run, variant: Variant, rank: int) -> Run:
         base,
         method=variant.method,
         loss=changed(objective_named(variant.method).loss, MIX | variant.loss),
-        drafter=base.drafter | HEADS[variant.method] | sizes[variant.method] | slots,
+        drafter=base.drafter | HEADS[variant.method] | sizes[variant.method] | own,
         bidirectional=variant.bidirectional,
     )
 
@@ -225,9 +234,9 @@ def results(folder: Path) -> list[dict[str, Any]]:
 def table(folder: Path, names: list[str]) -> str:
     """Make the table of variants in Markdown, from the results so far."""
     lines = [
-        "| | seeds | greedy | T = 1 | greedy, against DSpine | prompt lookup: greedy, T = 1 | "
-        "CPU minutes per run |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| | seeds | greedy | T = 1 | greedy, against DSpine | T = 1, against DSpine | "
+        "prompt lookup: greedy, T = 1 | CPU minutes per run |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     records = results(folder)
     for name in names:
@@ -238,7 +247,8 @@ def table(folder: Path, names: list[str]) -> str:
         for kind in TEMPERATURES:
             texts = [Decoded([], [], *pair) for row in rows for pair in row[kind]]
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*acceptance(texts)))
-        cells.append(against(rows, [r for r in records if r["name"] == "DSpine"]))
+        dspine = [r for r in records if r["name"] == "DSpine"]
+        cells += [against(rows, dspine, kind) for kind in TEMPERATURES]
         lookup = ", ".join(f"{rows[0][f'{kind}_lookup']:.2f}" for kind in TEMPERATURES)
         seconds = [r["processor_seconds"] for r in rows if r["processor_seconds"] is not None]
         minutes = f"{np.mean(seconds) / 60:.1f}" if seconds else "not measured"
@@ -247,14 +257,14 @@ def table(folder: Path, names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def against(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
-    """Compare the greedy acceptance length with the others', over common seeds, with a 95 %
-    interval from a bootstrap over the same prompts for both."""
+def against(rows: list[dict[str, Any]], others: list[dict[str, Any]], kind: str) -> str:
+    """Compare the acceptance length with the others', over common seeds, with a 95 % interval from
+    a bootstrap over the same prompts for both; kind: of TEMPERATURES."""
     seeds = sorted({r["seed"] for r in rows} & {r["seed"] for r in others})
     if not seeds or rows[0]["name"] == others[0]["name"]:
         return ""
     counts = np.array(  # [2, seeds, prompts, accepted and rounds]
-        [[r["greedy"] for s in seeds for r in part if r["seed"] == s] for part in (rows, others)]
+        [[r[kind] for s in seeds for r in part if r["seed"] == s] for part in (rows, others)]
     )
     prompts = counts.shape[2]
     picks = np.random.default_rng(0).integers(0, prompts, (2000, prompts))

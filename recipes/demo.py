@@ -30,6 +30,7 @@ SETTINGS = {
     "drafter.target_layer_ids": [1, 3, 5],
     "drafter.transfer_rank": 128,
     "drafter.message_size": 64,
+    "drafter.injection_reach": 1,  # as in the pair that ships
     "train.batch_size": 4,
     "train.num_anchors": 24,
     "train.learning_rate": 2e-3,

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from recipes import word_problems
-from recipes.ablation import MIXES, TABLE, against, main, table
+from recipes.ablation import BEYOND, MIXES, TABLE, against, main, table
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,7 +27,7 @@ def test_the_table_pools_seeds_and_pairs_prompts(tmp_path: Path) -> None:
     _, _, dflash, dspine = table(tmp_path, ["DFlash", "DSpark", "DSpine"]).splitlines()
     cells = [cell.strip() for cell in dflash.strip("|").split("|")]
     assert cells == ["DFlash", "1", *["1.50 (1.50 to 1.50)"] * 2] + [
-        "-50.0 % (-50.0 to -50.0)",
+        *["-50.0 % (-50.0 to -50.0)"] * 2,
         "1.50, 1.25",
         "1.5",
     ]
@@ -36,8 +36,10 @@ def test_the_table_pools_seeds_and_pairs_prompts(tmp_path: Path) -> None:
 
 def test_only_common_seeds_are_compared() -> None:
     dspine = [record("DSpine", 0, [[10, 10]]), record("DSpine", 1, [[30, 10]])]
-    assert against([record("DSpark", 1, [[10, 10]])], dspine) == "-50.0 % (-50.0 to -50.0)"
-    assert against([record("DSpark", 2, [[10, 10]])], dspine) == ""
+    dspark = record("DSpark", 1, [[10, 10]]) | {"sampled": [[30, 10]]}
+    assert against([dspark], dspine, "greedy") == "-50.0 % (-50.0 to -50.0)"
+    assert against([dspark], dspine, "sampled") == "+0.0 % (+0.0 to +0.0)"
+    assert against([record("DSpark", 2, [[10, 10]])], dspine, "greedy") == ""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,8 @@ def test_what_would_be_ignored_is_refused(option: str, value: str, reason: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("demo", TABLE), ("demo", MIXES), ("smollm2", TABLE[:3])]
+    ("name", "rows"),
+    [("demo", TABLE), ("demo", MIXES), ("smollm2", TABLE[:3]), ("demo-2012", BEYOND)],
 )
 def test_the_page_has_the_tables_of_the_results(name: str, rows: list[str]) -> None:
     page = (ROOT / "docs" / "notes" / "training-results.md").read_text(encoding="utf-8")

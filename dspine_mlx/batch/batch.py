@@ -91,6 +91,15 @@ class Group:
                 contexts[text].catch_up()
                 self.include(text, contexts[text])
 
+    def own_context(self, text: int, own: DraftContext) -> DraftContext:
+        """A text's context: its own one, or a copy of its part of the shared one."""
+        if text not in self.drafted:
+            return own
+        drafter = self.context.drafter
+        copied = DraftContext(drafter, drafter.make_cache())
+        self.context.put_apart(self.drafted.index(text), copied)
+        return copied
+
     def draft(self, texts: list[BatchText], slots: int | None, with_evidence: bool) -> list[Draft]:
         """A draft of each text; of those that are not drafted for, an empty one."""
         drafts = [nothing() for _ in texts]
@@ -239,6 +248,20 @@ class Batch:
             slots = None
         parts = [group.draft(self.texts[part], slots, with_evidence) for group, part in self.parts]
         return [draft for part in parts for draft in part]
+
+    def watch(self, at: int) -> Draft:
+        """A draft for one text, made after the step ahead; the text goes on as if there were
+        none."""
+        text, (group, index) = self.texts[at], self.place(at)
+        context = group.own_context(index, text.text.context)
+        proposal = context.propose(text.anchor, self.drafter.no_features())
+        key = text.key
+        if self.ahead is not None:
+            text.key = self.ahead.keys[at]  # that the next token is drawn with
+        draft = text.select(proposal, with_evidence=True)
+        text.key = key
+        mx.async_eval(draft.tokens, draft.evidence, draft.greedy_path)
+        return draft
 
     def verify(self, drafts: list[Draft], length: int) -> tuple[mx.array, mx.array]:
         """One forward of the target over every text's anchor and the first tokens of its draft:

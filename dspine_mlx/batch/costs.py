@@ -9,6 +9,7 @@ included.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from dspine_mlx.cache_folder import restored
 from dspine_mlx.verify_length.costs import Costs, Curve
 
+SPAN = 8  # plain steps timed together
+CHECK = 4  # of them at first, where their cost is not known
 STRIDE = 64  # positions within which a draft is taken to cost the same
 
 
@@ -128,7 +131,8 @@ class BatchCosts:
         self.forwards = dict[int, Costs]()  # by the numbers of texts that there have been
         self.drafts = dict[int, Costs]()
         self.newest = 0  # texts that were drafted for last
-        self.bases = dict[tuple[int, int], np.ndarray]()  # by texts and depth
+        self.drafting = list[Curve]()  # drafts for 1, 2, ... texts, as `known` has them
+        self.bases = dict[tuple[int, int], np.ndarray]()  # their seconds, by texts and depth
 
     def of(self, texts: int) -> tuple[Costs, Costs]:
         """Costs of forwards, and of drafts, over so many texts; at first corrected like those of
@@ -157,7 +161,9 @@ class BatchCosts:
         like, depth = self.newest or texts, depth // STRIDE * STRIDE
         key = texts, depth
         if key not in self.bases:
-            curves = (drafts_of(between(self.known, n)) for n in range(1, texts + 1))
+            for n in range(len(self.drafting) + 1, texts + 1):
+                self.drafting.append(drafts_of(between(self.known, n)))
+            curves = self.drafting[:texts]
             self.bases = {key: np.array([curve.at(depth)[2:-1] for curve in curves])}
         seconds = self.bases[key] * np.exp(self.of(like)[1].x[2:-1])
         fewer, more = seconds[:like][::-1], seconds[like - 1 :]  # both with what was seen
@@ -167,12 +173,14 @@ class BatchCosts:
 
     def verify(self, texts: int, width: int, depth: int) -> float:
         """Seconds of a forward over `width` rows of each text."""
-        return self.of(texts)[0].verify(depth)[width - 1]
+        forwards, _ = self.of(texts)
+        return max(forwards.verify(depth)[width - 1], forwards.plain(depth))
 
     def steps(self, texts: int, depth: int) -> Steps:
+        """A forward is never taken to be faster than a plain step, which runs one, too, ahead."""
         forwards, _ = self.of(texts)
-        verify, draft = np.array(forwards.verify(depth)), self.drafts_for(texts, depth)[-1]
-        return Steps(forwards.plain(depth), draft, verify)
+        plain, verify = forwards.plain(depth), np.array(forwards.verify(depth))
+        return Steps(plain, self.drafts_for(texts, depth)[-1], np.maximum(verify, plain))
 
     def plain_known(self, texts: int) -> bool:
         """Whether plain steps of about so many texts were timed, or all that is known is
@@ -209,3 +217,28 @@ class BatchCosts:
         low, high = drafts.verify
         shares = tuple(seconds / low[-1] for seconds in low[1:])
         return BatchCurve(texts, replace(curve, draft=(low[-1], high[-1])), shares)
+
+
+class PlainTimes:
+    """Plain steps timed together: one of them alone may be early or late."""
+
+    def __init__(self, costs: BatchCosts):
+        self.costs, self.seconds = costs, list[float]()
+        self.texts = 0  # of each
+        self.check = 0  # steps left to be timed, where their cost is not known
+
+    def restart(self, texts: int) -> None:
+        """There are so many texts now."""
+        self.seconds.clear()
+        self.check = 0 if self.costs.plain_known(texts) else 1 + CHECK
+
+    def step(self, texts: int, seconds: float | None, depth: int) -> None:
+        if self.texts != texts:
+            self.texts = texts
+            self.seconds.clear()
+        if seconds is not None:
+            self.seconds.append(seconds)
+        if len(self.seconds) == SPAN or (self.check == 1 and self.seconds):
+            self.costs.learn_plain(texts, median(self.seconds), depth)
+            self.seconds.clear()
+        self.check = max(0, self.check - 1)

@@ -37,13 +37,16 @@ def decode_plainly(batch: Batch, policy: BatchPolicy) -> list[list[Token]]:
         batch.ahead = batch.ahead._replace(started=now)  # the device begins with it only now
     # Where nothing ran ahead, or the caller was slow, a step's time is not its own.
     timed = overlapped and now - waiting > 0.5 * seconds
-    policy.plain_step(texts, seconds if timed else None, depth)
-
     blocks = []
     for text, token, row in zip(texts, tokens, this.logprobs, strict=True):
         text.text.statistics.plain += 1
         text.text.note([token])
         blocks.append(text.go_on([(token, row, False)]))
+    made = [block[0] for block in blocks]
+    policy.plain_step(texts, made, seconds if timed else None, depth)
+    at = policy.watch(texts, depth)
+    if at is not None and not texts[at].over:
+        policy.watched(texts[at], batch.watch(at), len(texts), depth)
     return blocks
 
 

@@ -5,6 +5,7 @@ from typing import ClassVar, Protocol
 
 from dspine_mlx.batch.text import BatchText
 from dspine_mlx.round.select import Draft
+from dspine_mlx.round.text import Token
 
 
 class BatchPolicy(Protocol):
@@ -53,8 +54,17 @@ class BatchPolicy(Protocol):
     ) -> None:
         """A round is over, and took so many seconds."""
 
-    def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None:
-        """A step of plain decoding is over; None: its time could not be told."""
+    def plain_step(
+        self, texts: list[BatchText], tokens: list[Token], seconds: float | None, depth: int
+    ) -> None:
+        """A step of plain decoding is over, and brought a token for each text; None: its time could
+        not be told."""
+
+    def watch(self, texts: list[BatchText], depth: int) -> int | None:
+        """After a plain step: whose next draft to make, only to be compared with plain tokens."""
+
+    def watched(self, text: BatchText, draft: Draft, texts: int, depth: int) -> None:
+        """It is being made, for one of so many texts."""
 
     def plain_seconds(self, texts: int, depth: int) -> float | None:
         """What a step of plain decoding takes; None: not known."""
@@ -109,7 +119,14 @@ class FixedLength:
         verifying: float,
     ) -> None: ...
 
-    def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None: ...
+    def plain_step(
+        self, texts: list[BatchText], tokens: list[Token], seconds: float | None, depth: int
+    ) -> None: ...
+
+    def watch(self, texts: list[BatchText], depth: int) -> int | None:
+        return None
+
+    def watched(self, text: BatchText, draft: Draft, texts: int, depth: int) -> None: ...
 
     def plain_seconds(self, texts: int, depth: int) -> float | None:
         return None

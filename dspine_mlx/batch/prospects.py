@@ -50,7 +50,7 @@ class Prospects:
     """Survival [R, M] of a text's last rounds, an average text's at first."""
 
     def __init__(self, average: Average):
-        self.average, self.next = average, 0
+        self.average, self.next, self.own = average, 0, 0  # own: how many are the text's own
         self.rounds = np.tile(average.extended([]), (ROUNDS, 1))
 
     def learn(self, survival: Sequence[float], anew: bool = False) -> None:
@@ -59,6 +59,17 @@ class Prospects:
         self.average.learn(survival)
         self.rounds[slice(None) if anew else self.next] = self.average.extended(survival)
         self.next = (self.next + 1) % ROUNDS
+        self.own = ROUNDS if anew else min(ROUNDS, self.own + 1)
+
+    def expect(self, survival: Sequence[float]) -> None:
+        """The next rounds may be like one with these chances; [] is an average text's."""
+        self.rounds[:] = self.average.extended(survival)
+        self.own = 0
+
+    def shown(self, slots: int) -> float:
+        """Tokens of a round with so many drafted ones, by the text's own last rounds only."""
+        own = self.rounds[: self.own, :slots]
+        return 1 + float(own.sum() / self.own) if self.own else float("inf")
 
     def within(self, tokens: float) -> np.ndarray:
         """The same where at most so many drafted tokens may be offered."""
@@ -79,6 +90,7 @@ class Record:
     credit: float = CREDIT  # tokens that it may still fall behind FLOOR
     saved: float = 0.0  # plain steps that its rounds saved
     rounds: int = 0  # that it was drafted for
+    tries: int = 0  # drafts that were made for it
     plain: int = 0  # tokens in steps and rounds that it was not drafted for
     left_out: bool = False
     waited: float = 0.0  # plain steps since it was drafted for
@@ -93,6 +105,11 @@ class Record:
     def due(self, cost: float) -> bool:
         """Whether to draft for it once, at the cost of so many plain steps."""
         return self.left_out and self.waited >= self.wait and SHARE * self.waited >= cost
+
+    @property
+    def turn(self) -> tuple[int, float]:
+        """Least for the text that is tried next."""
+        return self.tries, -self.waited
 
     def judge(self, pays: bool) -> None:
         """Whether the next round should be drafted for it, by what it was like in its last ones."""

@@ -4,37 +4,34 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import accumulate
 from operator import mul
-from statistics import median
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from dspine_mlx.batch.copies import Copies
-from dspine_mlx.batch.costs import BatchCosts, BatchCurve, guess
+from dspine_mlx.batch.costs import BatchCosts, BatchCurve, PlainTimes, guess
 from dspine_mlx.batch.prospects import FLOOR, Average, Prospects, Record
 from dspine_mlx.batch.schedule import Plan, best, padded, planned
 from dspine_mlx.batch.text import BatchText
+from dspine_mlx.batch.trials import Trials, shown
 from dspine_mlx.round.draft_context import BACKLOG
 from dspine_mlx.round.select import Draft
-from dspine_mlx.verify_length.budget import SHARE, Budget
+from dspine_mlx.round.text import Token
+from dspine_mlx.verify_length.budget import FIRST_WAIT, SHARE
 from dspine_mlx.verify_length.calibration import mode_of, uncalibrated
 from dspine_mlx.verify_length.chances import Chances
 from dspine_mlx.verify_length.schedule import Schedule
 
-SPAN = 8  # plain steps timed together: one of them alone may be early or late
-CHECK = 4  # plain steps timed at first where their cost is not known
 AGAIN = 16  # plain steps after which the next round is planned anew
-HOPE = 1.1  # gain that perfect drafts must reach for probes to be made
 
 
 class Scheduled:
     """Whom to draft for, width and lengths, by each text's own chances under measured costs; and
-    parking, of single texts and of the whole batch.
+    parking, of texts and of the whole batch.
 
     A round is drafted where it is expected to gain, while `budget`, which counts plain steps as for
-    one text, is not spent, and where it leaves every text FLOOR of its plain speed; a text that
-    gets fewer tokens than the others so sets how often they are drafted for. Now and then a round
-    shows whether drafting pays again for a batch that is parked, or for a text that is left out.
+    one text, is not spent, and where it leaves every text FLOOR of its plain speed. Others may show
+    that drafting pays again: see `dspine_mlx.batch.trials`.
     """
 
     needs_evidence = True
@@ -49,32 +46,26 @@ class Scheduled:
         drafter: bool = True,
     ):
         """slots: tokens that the drafter proposes at most; shortens: whether its blocks may be
-        narrower; keep: called when a text is over; drafter: whether there is one, beside
-        copies."""
+        narrower; keep: called when a text is over; drafter: whether there is one."""
         self.calibrations, self.keep = schedule.calibrations, keep
         self.costs = BatchCosts(curves or [guess(schedule.costs.curve, slots)])
-        self.budget = Budget()
-        self.widest = slots
-        self.least = 1 if shortens else self.widest
+        self.widest, self.least = slots, 1 if shortens else slots
+        self.trials = Trials(self.costs, self.least, shown(schedule))
+        self.budget = self.trials.budget
         self.average = dict[str, Average]()  # by mode
         self.history = dict[str, Chances]()  # by mode, of the last text
         self.records: WeakKeyDictionary[BatchText, Record] = WeakKeyDictionary()
-        self.check = 0  # plain steps left to be timed
-        self.times = list[float]()  # of plain steps
-        self.timed = 0  # texts of each
+        self.times = PlainTimes(self.costs)
         self.started = False  # whether the next plain step may be running
         self.plan: Plan | None = None  # of the next round; None: to be made
         self.since = 0  # plain steps since it was made
-        self.unread = 0  # plain steps since the last round
         self.chosen: list[bool] = []  # whom this round drafts for
         self.copies, self.copies_only, self.drafter = Copies(slots), False, drafter
         self.own: list[list[float]] = []  # survival of the drafts of this round
         self.gain = 1.0  # of the plan, over plain decoding
         self.probe_cost: float | None = None  # in plain steps; None: to be found
         self.keeping: bool | None = None  # the drafter's context; None: to be found
-        self.probing = False  # the next round is to show whether drafting pays
-        self.wider = 0  # its block
-        self.failed = False  # the last one did
+        self.trying = 0  # tokens of a round that is to show whether drafting pays; 0: none is
         self.known: list[list[float]] = []  # chances of each text's slots in this round
         self.odds: list[list[float]] = []  # what they come from
         self.depth = 0
@@ -88,40 +79,26 @@ class Scheduled:
         self.records[text] = Record(Prospects(average))
         self.copies.join(text)
         self.plan = None
-        draft = self.costs.draft(texts, self.least, depth)
-        self.budget.start_text(draft / self.costs.plain(texts, depth))
-        self.times.clear()
+        self.trials.text_joins()
+        self.times.restart(texts)
         self.keeping, self.started = None, False
-        self.check = 0 if self.costs.plain_known(texts) else 1 + CHECK
 
     def probe(self, texts: list[BatchText], depth: int) -> tuple[int, float]:
         """A wider block than planned, as chances may have improved, and the plain steps that its
-        round is expected to lose; infinite where even perfect drafts would gain too little."""
-        plain, draft, verify = self.costs.steps(len(texts), depth)
-        steps = (draft + verify[1:]) / plain
-        gains = (np.arange(2, len(verify) + 1) / steps)[self.least - 1 :]
-        wider = max(self.least, 2 * self.planned(texts, depth).slots)
-        slots = min(self.least + int(gains.argmax()), wider)
-        hope = 0.0 if self.failed else self.survival(texts).mean(axis=(0, 1))[:slots].sum()
-        lost = max(0.0, float(steps[slots - 1] - 1 - hope)) + self.behind(len(texts), depth)
-        return slots, lost if gains.max() > HOPE else float("inf")
-
-    def behind(self, texts: int, depth: int) -> float:
-        """Plain steps that it takes the drafter to take in what it has not read; a full backlog is
-        about a draft."""
-        rows = min(BACKLOG, self.unread) if self.unread > self.widest else 0
-        draft = self.costs.draft(texts, self.widest, depth)
-        return rows / BACKLOG * draft / self.costs.plain(texts, depth)
+        round is expected to lose."""
+        B, trials = len(texts), self.trials
+        rounds = trials.rounds(B, depth)
+        slots = trials.best_if_right(rounds, 2 * self.planned(texts, depth).slots)
+        hope = 0.0 if trials.failed else self.survival(texts).mean(axis=(0, 1))[:slots].sum()
+        lost = max(0.0, float(rounds[slots - 1] - 1 - hope)) + trials.behind(B, depth)
+        return slots, lost if trials.hopeful(rounds) else float("inf")
 
     def reads(self, texts: list[BatchText], depth: int) -> bool:
-        """Whether a probe may come while these features are among the newest rows."""
-        budget = self.budget
-        if not (budget.spent and self.drafter):
+        """Whether a draft may come while these features are among the newest rows."""
+        if not (self.budget.spent and self.drafter):
             return self.drafter
-        if self.probe_cost is None:
-            self.probe_cost = self.probe(texts, depth)[1]
-        wait = max(0 if budget.eager else budget.wait, self.probe_cost / SHARE) - budget.since
-        return wait <= min(BACKLOG, max(text.left for text in texts))
+        steps = self.trials.steps_to_watch(len(texts), depth)
+        return steps <= min(BACKLOG, max(text.left for text in texts))
 
     def keeps_context(self, texts: list[BatchText], depth: int) -> bool:
         """Whether taking a full backlog in takes SHARE of its plain steps' time at most."""
@@ -140,14 +117,14 @@ class Scheduled:
         self.copies.look_up(texts)
         self.copies_only = False
         if self.started:  # a plain step runs already: drafting now would waste it
-            self.started = self.probing = False
+            self.started, self.trying = False, 0
             return True
-        self.probing = not self.check and self.probe_due(texts, depth)
-        if self.probing:
-            self.wider = self.probe(texts, depth)[0]
+        due = not self.times.check and self.probe_due(texts, depth)
+        self.trying = self.probe(texts, depth)[0] if due else 0
+        if self.trying:
             return False
-        drafts = not self.check and self.drafts(texts, depth, 0.0)
-        self.copies_only = not self.check and self.copies_pay(texts, depth, 0.0, drafts)
+        drafts = not self.times.check and self.drafts(texts, depth, 0.0)
+        self.copies_only = not self.times.check and self.copies_pay(texts, depth, 0.0, drafts)
         return not (drafts or self.copies_only)
 
     def copies_pay(
@@ -162,8 +139,8 @@ class Scheduled:
         return self.copies.pay(texts, steps, value, credit, running)
 
     def stays_plain(self, texts: list[BatchText], depth: int) -> bool:
-        if self.check:
-            self.started = self.check > 1
+        if self.times.check:
+            self.started = self.times.check > 1
         else:
             drafts = self.probe_due(texts, depth) or self.drafts(texts, depth, 1 - FLOOR)
             drafts = drafts or self.copies_pay(texts, depth, 1 - FLOOR, drafts, running=1)
@@ -171,15 +148,12 @@ class Scheduled:
         return self.started
 
     def probe_due(self, texts: list[BatchText], depth: int) -> bool:
-        budget = self.budget
-        if not self.drafter or not (budget.eager or budget.since >= budget.wait):
+        if not (self.drafter and self.budget.spent and self.trials.promising):
             return False
         self.planned(texts, depth)
-        if not self.parked:
-            return False
         if self.probe_cost is None:
             self.probe_cost = self.probe(texts, depth)[1]
-        return budget.probe_due(self.probe_cost)
+        return self.trials.round_due(self.probe_cost)
 
     def drafts(self, texts: list[BatchText], depth: int, more: float) -> bool:
         """Whether to draft now, if each text has so much more credit."""
@@ -189,8 +163,9 @@ class Scheduled:
         if self.parked:
             return False
         steps = plan.seconds / self.costs.plain(len(texts), depth)
-        credits = np.array([self.records[text].credit for text in texts])
-        return bool((credits + more + plan.tokens >= FLOOR * steps).all())
+        records = [self.records[text] for text in texts]
+        own = np.minimum(plan.tokens, [r.prospects.shown(plan.slots) for r in records])
+        return bool((more + own + [r.credit for r in records] >= FLOOR * steps).all())
 
     @property
     def parked(self) -> bool:
@@ -211,6 +186,7 @@ class Scheduled:
                 value = plan.seconds_per_token
             self.gain = plain / B / plan.seconds_per_token
             self.plan, self.since, self.probe_cost, self.keeping = plan, 0, None, None
+            self.trials.new_plan()
             if self.gain > 1:
                 self.leave_out(texts, plan)
         return self.plan
@@ -226,11 +202,11 @@ class Scheduled:
         self.planned(texts, depth)
         records = [self.records[text] for text in texts]
         self.chosen = [
-            text.most > 0 and (self.probing or not record.left_out)
+            text.most > 0 and (self.trying > 0 or not record.left_out)
             for text, record in zip(texts, records, strict=True)
         ]
         out = [record for record in records if record.left_out]
-        if out and not self.probing:
+        if out and not self.trying:
             n, plain = len(texts) - len(out), self.costs.plain(len(texts), depth)
             draft = self.costs.drafts_for(len(texts), depth)[:, self.slots(texts, depth) - 1]
             more = draft[n] - draft[n - 1] if n else draft[0]
@@ -240,7 +216,7 @@ class Scheduled:
         return self.chosen
 
     def slots(self, texts: list[BatchText], depth: int) -> int:
-        return self.wider if self.probing else self.planned(texts, depth).slots
+        return self.trying or self.planned(texts, depth).slots
 
     def lengths(self, texts: list[BatchText], drafts: list[Draft], depth: int) -> list[int]:
         self.known, self.odds, self.depth = [], [], depth
@@ -248,7 +224,7 @@ class Scheduled:
         for text, draft, drafted in zip(texts, drafts, self.chosen, strict=True):
             odds = list[float]()
             if drafted:
-                if self.probing or self.records[text].tried:
+                if self.trying or self.records[text].tried:
                     (text.chances.forget_half if self.budget.spent else text.chances.doubt)()
                 evidence = draft.greedy_path or draft.evidence
                 assert evidence is not None
@@ -260,9 +236,11 @@ class Scheduled:
         self.own = survival
         survival = [self.copies.beside(*own) for own in zip(texts, survival, strict=True)]
         B, (plain, _, verify) = len(texts), self.costs.steps(len(texts), depth)
-        value = min(plain / B, self.planned(texts, depth).seconds_per_token)
+        value = plain / B
+        if not self.parked:  # else the plan is not followed
+            value = min(value, self.planned(texts, depth).seconds_per_token)
         choices = list(padded(survival))
-        if self.probing:  # something has to be offered
+        if self.trying:  # something has to be offered
             choices = choices[1:] or choices
         return best(choices, lambda rows: verify[rows // B - 1], value)[0]
 
@@ -299,11 +277,13 @@ class Scheduled:
             if self.chosen[i]:
                 self.learn_chances(text, i, *own[i])
                 record.waited, record.left_out = 0.0, False  # the next plan decides
+                record.tries += 1
             took_part = self.chosen[i] or self.copies.has(text)
             record.rounds, record.plain = record.rounds + took_part, record.plain + (not took_part)
         if drafted:  # the drafter answers for its own tokens
-            self.book(1 + sum(n for _, n in own) / B - steps - self.behind(B, depth))
-        self.plan, self.unread = None, 0
+            gain = 1 + sum(n for _, n in own) / B - steps
+            self.trials.round_over(gain, self.trials.behind(B, depth), tried=self.trying > 0)
+        self.plan, self.trials.watch, self.trying = None, None, 0
 
     def learn_chances(self, text: BatchText, i: int, length: int, accepted: int) -> None:
         known, odds, chances = self.known[i], self.odds[i], text.chances
@@ -312,33 +292,55 @@ class Scheduled:
         chances.round_over()
         record = self.records[text]
         survival = list(accumulate(chances.of(odds), mul))
-        record.prospects.learn(survival, anew=self.probing or record.tried)
+        record.prospects.learn(survival, anew=self.trying > 0 or record.tried)
         self.history[mode_of(text.text.sampler)] = chances
 
-    def book(self, gain: float) -> None:
-        """A round won so many plain steps, or lost them."""
-        if self.probing:
-            self.probing, self.failed, self.budget.since = False, gain <= 0, 0
-            self.budget.probe_over(gain)
-        else:
-            self.budget.round_over(gain)
-
-    def plain_step(self, texts: list[BatchText], seconds: float | None, depth: int) -> None:
-        if self.timed != len(texts):
-            self.timed = len(texts)
-            self.times.clear()
-        if seconds is not None:
-            self.times.append(seconds)
-        if len(self.times) == SPAN or (self.check == 1 and self.times):
-            self.costs.learn_plain(len(texts), median(self.times), depth)
-            self.times.clear()
+    def plain_step(
+        self, texts: list[BatchText], tokens: list[Token], seconds: float | None, depth: int
+    ) -> None:
+        self.times.step(len(texts), seconds, depth)
         for text in texts:
             self.records[text].plain += 1
             self.records[text].advance(1, 1.0)
-        self.check = max(0, self.check - 1)
-        self.budget.since += 1
+        self.trials.plain_step()
         self.since += 1
-        self.unread += 1
+        if self.trials.watch is not None:
+            self.compare(texts, tokens, self.trials.watch.text, depth)
+
+    def watch(self, texts: list[BatchText], depth: int) -> int | None:
+        self.planned(texts, depth)
+        parked = self.drafter and self.parked and not self.times.check
+        if not (parked and self.trials.watch_due(len(texts), depth)):
+            return None
+        long = [i for i, text in enumerate(texts) if min(text.left - 1, text.most) >= self.least]
+        return min(long, key=lambda i: self.records[texts[i]].turn, default=None)
+
+    def watched(self, text: BatchText, draft: Draft, texts: int, depth: int) -> None:
+        self.records[text].tries += 1
+        self.trials.start_watch(text, draft, texts, depth)
+
+    def compare(
+        self, texts: list[BatchText], tokens: list[Token], watched: BatchText, depth: int
+    ) -> None:
+        """The watched text's next token, if it is still there."""
+        if watched not in texts:
+            self.trials.watch = None
+            return
+        token, logprobs, _ = tokens[texts.index(watched)]
+        survival = self.trials.compare(token, logprobs, len(texts), depth)
+        if survival is None:
+            return
+        self.history[mode_of(watched.text.sampler)] = watched.chances
+        own, self.plan = self.records[watched], None
+        own.prospects.learn(survival, anew=True)
+        own.waited = 0.0
+        for record in (self.records[text] for text in texts if text is not watched):
+            fresh = record.tries and record.waited < FIRST_WAIT
+            if self.trials.promising and not fresh:
+                record.prospects.expect(survival)
+                record.left_out = False
+            elif not record.tries:
+                record.prospects.expect([])
 
     def plain_seconds(self, texts: int, depth: int) -> float | None:
         return self.costs.plain(texts, depth)

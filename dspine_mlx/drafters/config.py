@@ -17,6 +17,7 @@ LIMITS = dict.fromkeys(
     "num_hidden_layers": (1, 1024),
     "block_size": (1, 4096),
     "top_k": (1, 4096),
+    "injection_reach": (1, 2),
     "rope_theta": (2, 1 << 50),
     "rms_norm_eps": (1e-20, 1),
     "first_slot": (0, 1),

@@ -16,6 +16,12 @@ from dspine_mlx.batch.draft_rows import DraftRows
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.dflash import BACKBONE, LARGE, Caches, DFlash
 from dspine_mlx.drafters.drafter import Drafter
+from dspine_mlx.drafters.injection import (
+    EarlierInjection,
+    Injection,
+    one_chain,
+    two_chains,
+)
 from dspine_mlx.drafters.method import Config, Layout, Method, Names, Shapes
 from dspine_mlx.drafters.proposal import Proposal
 from dspine_mlx.drafters.proposals import Proposals, flat
@@ -37,6 +43,7 @@ class DSpineConfig(DrafterConfig):
     is_causal: bool | None = True
     transfer_rank: int = 1024  # r
     message_size: int = 512  # a
+    injection_reach: int = 1  # slots back that a slot receives from: 1 (the paper) or also 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,33 +57,15 @@ class DSpineConfig(DrafterConfig):
             )
 
 
-class Injection(nn.Module):
-    """h_t = u_t + RMS(u_t) W_l (sigmoid(G_q z_t + G_p z_{t-1} + b) * A z_{t-1})
-
-    z_t = sqrt(r) R_l u_t / ||R_l u_t|| is what slot t predicts, in the space of the codes C.
-    `gates.weight` [3a, r] stacks the checkpoint's receiver_gate G_q, predecessor_gate G_p and
-    message A, so that one product serves all three.
-    """
-
-    def __init__(self, config: DSpineConfig):
-        super().__init__()
-        d, r, a = config.hidden_size, config.transfer_rank, config.message_size
-        self.readouts = [nn.Linear(d, r, bias=False) for _ in range(config.num_hidden_layers)]
-        self.writes = [nn.Linear(a, d, bias=False) for _ in range(config.num_hidden_layers)]
-        self.gates = nn.Linear(r, 3 * a, bias=False)
-        self.bias = mx.zeros((a,))
-
-    def from_codes(self, codes: mx.array) -> mx.array:
-        """Fold known tokens' codes c [..., r] with the gates: [G_p; A] sqrt(r) c [..., 2a]."""
-        return project_rows(self.gates, codes * codes.shape[-1] ** 0.5, self.bias.shape[0])
-
-
 class DSpine(DFlash):
     config: DSpineConfig
 
     def __init__(self, config: DSpineConfig):
         super().__init__(config)
-        self.injection = Injection(config)
+        layers, d = config.num_hidden_layers, config.hidden_size
+        self.injection = Injection(layers, d, config.transfer_rank, config.message_size)
+        if config.injection_reach == 2:
+            self.earlier = EarlierInjection(layers, d, config.transfer_rank, config.message_size)
         self.transfer_codes = nn.Embedding(config.vocab_size, config.transfer_rank)
 
     def next_norm(self, layer: int) -> nn.RMSNorm:
@@ -91,7 +80,8 @@ class DSpine(DFlash):
         if kernels.active and "weight" in codes and "scales" not in codes:
             self.folded_codes = self.injection.from_codes(codes.weight)
             mx.eval(self.folded_codes)
-            del self.transfer_codes
+            if "earlier" not in self:  # that folds the anchor's code with gates of its own
+                del self.transfer_codes
         return super().bind(target, kernels)
 
     def code_rows(self, tokens: mx.array) -> Lookup:
@@ -105,6 +95,28 @@ class DSpine(DFlash):
             return Lookup(tokens, self.folded_codes)
         rows = mx.arange(tokens.size, dtype=mx.uint32).reshape(tokens.shape)
         return Lookup(rows, self.injection.from_codes(self.transfer_codes(tokens.reshape(-1))))
+
+    def earlier_codes(self, anchor: mx.array) -> mx.array:
+        """[G2_p; A2] sqrt(r) z of what slots 1 and 2 receive from two back: nothing, and the anchor
+        [..., 1]'s code. [2, 2a], or [2B, 2a]."""
+        code = self.earlier.from_codes(self.transfer_codes(anchor))
+        both = mx.concatenate([mx.zeros_like(code), code], axis=-2)
+        return both.reshape(-1, both.shape[-1])
+
+    def inject_earlier(
+        self, layer: int, block: mx.array, codes: mx.array, kernels: Kernels = OFF
+    ) -> mx.array:
+        """Inject from two slots back into a layer's output [..., L, d].
+
+        Slots 1, 3, 5, ... and 2, 4, 6, ... are two chains, in which each slot receives from the one
+        before. codes: from `earlier_codes`.
+        """
+        earlier, norm = self.earlier, self.next_norm(layer)
+        u = block[..., 1:, :]
+        y = self.injection.readouts[layer](two_chains(u))
+        message, _ = gated_message(y, earlier.gates(y), codes, earlier.bias, kernels)
+        write = one_chain(earlier.writes[layer](message), u.shape)
+        return residual_write(block, write, norm.weight, norm.eps, kernels)[0]
 
     def inject(
         self, layer: int, block: mx.array, anchor: mx.array, kernels: Kernels = OFF
@@ -132,15 +144,19 @@ class DSpine(DFlash):
         slots: int | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Run all layers. Returns, of slots 1..M after the last layer: normalised states [M, d],
-        the states u [M, d] before its injection, and its receiver terms [M, a]. For several texts,
-        with anchors [B, 1], all have a leading axis."""
+        the states u [M, d] before its injection (v where `earlier` is), and its receiver terms
+        [M, a]. For several texts, with anchors [B, 1], all have a leading axis."""
         several = anchor.ndim == 2
         h, context = self.embed_block(anchor, target, slots), self.context(features)
         normed = self.layers[0].input_layernorm(h)
         code = self.code_rows(anchor[:, 0] if several else anchor).take()
+        if "earlier" in self:
+            earlier = self.earlier_codes(anchor if several else anchor[None])
         for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
             block = layer(h, normed, context, c)
             block = block if several else block[0]
+            if "earlier" in self:
+                block = self.inject_earlier(i, block, earlier, kernels)
             h, normed, receiver = self.inject(i, block, code, kernels)
             h, normed = (h, normed) if several else (h[None], normed[None])
         states = normed if several else normed[0]
@@ -219,29 +235,15 @@ class DSpine(DFlash):
         return scale_scores(scores, self.config)
 
 
-def project_rows(linear: nn.Linear, x: mx.array, first: int) -> mx.array:
-    """Multiply x by a Linear's output rows from row `first` on, quantised or not."""
-    if "scales" not in linear:
-        return x @ linear.weight[first:].T
-    biases = linear.get("biases")
-    return mx.quantized_matmul(
-        x,
-        linear.weight[first:],
-        scales=linear.scales[first:],
-        biases=None if biases is None else biases[first:],
-        group_size=linear.group_size,
-        bits=linear.bits,
-        mode=linear.mode,
-    )
-
-
 def sizes_from_tensors(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Infer rank and message size from tensors, where no key states them."""
+    """Infer rank, message size and reach from tensors, where no key states them."""
     readout, bias = shapes.get("injection.readouts.0.weight"), shapes.get("injection.bias")
     if flat.get("transfer_rank") is None and readout:
         flat["transfer_rank"] = readout[0]
     if flat.get("message_size") is None and bias:
         flat["message_size"] = bias[0]
+    if flat.get("injection_reach") is None:
+        flat["injection_reach"] = 2 if "earlier.bias" in shapes else 1
     return flat
 
 
@@ -262,6 +264,9 @@ INJECTION: Names = {
     "injection.bias": "injection.bias",  # b
     "transfer_codes": "transfer_codes.weight",  # C
     "transfer_ready": "",
+    "earlier.writes.{i}.weight": "earlier.writes.{i}.weight",  # W2_i
+    "earlier.gates.weight": "earlier.gates.weight",  # G2_q, G2_p and A2, stacked
+    "earlier.bias": "earlier.bias",  # b2
 }
 TENSORS = BACKBONE | INJECTION
 

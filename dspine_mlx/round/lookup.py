@@ -24,6 +24,7 @@ class Copy(NamedTuple):
     match: int  # tokens before it that agree with the newest
     tokens: list[int]  # up to the first that ends the text
     after: int = 0  # drafted tokens that it follows
+    disputed: bool = False  # another place that matches goes on with another token
 
 
 class Lookup:
@@ -42,6 +43,8 @@ class Lookup:
         self.chances: CopyChances | None = None
         self.watched: Copy | None = None  # the newest copy, as long as the text agrees with it
         self.seen = 0  # tokens of the watched copy that the text has
+        # Of each watched token: how often the text went on with it, and with another.
+        self.outcomes: dict[int, tuple[int, int]] = {}
         self.tokens = array("i")
         self.earlier = array("i", [0] * GRAM)
         self.newest = array("i", bytes(4 * SLOTS))
@@ -64,19 +67,22 @@ class Lookup:
 
     def find(self, after: Sequence[int] = ()) -> tuple[int, int]:
         """The length of the longest match of the text + `after`, and its place; (0, 0) is none."""
+        return longest(self.matches(after))
+
+    def matches(self, after: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """The lengths and places of the newest matches of the text + `after`, newest first."""
         tail = [*self.tokens[-LONGEST:], *after][-LONGEST:][::-1]
-        length = place = 0
         if len(tail) < GRAM:
-            return length, place
-        candidate = self.newest[slot_of(tail[2], tail[1], tail[0])]
+            return []
+        found, place = [], self.newest[slot_of(tail[2], tail[1], tail[0])]
         for _ in range(PLACES):
-            if not candidate:
+            if not place:
                 break
-            matched = self.matched(tail, candidate)
-            if matched > max(length, GRAM - 1):
-                length, place = matched, candidate
-            candidate = self.earlier[candidate]
-        return length, place
+            length = self.matched(tail, place)
+            if length >= GRAM:
+                found.append((length, place))
+            place = self.earlier[place]
+        return found
 
     def matched(self, tail: list[int], place: int) -> int:
         """How many tokens before a place equal the tail's; the tail is given backwards."""
@@ -90,14 +96,16 @@ class Lookup:
     def draft(self, count: int, after: Sequence[int] = ()) -> Copy | None:
         """Copy the count tokens that followed the longest match of the text + `after`. A copy that
         reaches the end continues with itself. None: nothing matches."""
-        length, place = self.find(after)
-        if not length or count < 1:
+        found = self.matches(after)
+        if not found or count < 1:
             return None
+        length, place = longest(found)
+        disputed = any(self.tokens[other] != self.tokens[place] for _, other in found)
         copied = [*self.tokens[place : place + count], *after][:count]
         period = len(copied)
         tokens = [copied[i % period] for i in range(count)]
         end = next((i for i, token in enumerate(tokens, 1) if token in self.stops), count)
-        return Copy(length, tokens[:end], len(after))
+        return Copy(length, tokens[:end], len(after), disputed)
 
     def watch(self) -> Copy | None:
         """Copy what followed the newest tokens, to be compared with what comes."""
@@ -121,12 +129,19 @@ class Lookup:
         for token in tokens:
             if self.watched is None:
                 return
-            right = self.watched.tokens[self.seen] == token
+            copied = self.watched.tokens[self.seen]
+            right, outcomes = copied == token, self.outcomes.get(copied, (0, 0))
+            self.outcomes[copied] = (outcomes[0] + right, outcomes[1] + (not right))
             if self.chances is not None:
                 self.chances.learn(self.watched.match + self.seen, right)
             self.seen += 1
             if not right or self.seen == len(self.watched.tokens):
                 self.watched = None
+
+
+def longest(found: list[tuple[int, int]]) -> tuple[int, int]:
+    """The longest of matches, the first of equals; (0, 0) of none."""
+    return max(found, key=lambda match: match[0], default=(0, 0))
 
 
 def slot_of(a: int, b: int, c: int) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dspine_mlx.arguments import check_real
 from dspine_mlx.errors import InputError
 
 Reference = Literal["token", "distribution"]
@@ -41,8 +42,15 @@ class LossConfig:
     confidence_weight: float = 1.0  # DSpark
     backbone_start: float = 1.0  # Domino: share of the backbone's own loss, which falls
     backbone_ratio: float = 1.0  # to 0 over this share of the run
+    length_weight: float = 0.0  # share of the loss on the expected accepted length,
+    length_start: float = 0.7  # from this share of the run on
+    length_greedy: float = 0.5  # share of greedy decoding in it; the rest is temperature 1
     injection: bool = True  # False: the base states get no message (ablation)
     refinement: bool = True  # False: no loss on refined scores (ablation)
+
+    def __post_init__(self) -> None:
+        for name in ("length_weight", "length_start", "length_greedy"):
+            check_real(f"loss.{name}", getattr(self, name), 0, 1)
 
     def alpha(self, progress: float) -> float:
         """Share of CE at a share of the run in [0, 1]."""
@@ -52,6 +60,10 @@ class LossConfig:
     def backbone(self, progress: float) -> float:
         """Share of the loss on logits without the correction."""
         return ramp(progress, 0.0, self.backbone_ratio, self.backbone_start, 0.0)
+
+    def length(self, progress: float) -> float:
+        """Share of the loss on the expected accepted length."""
+        return self.length_weight if progress >= self.length_start else 0.0
 
     def replacement(self, progress: float) -> float:
         """Chance that a block's first layers see the true predecessor."""

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def export(
     hf: SpecForge's tensor names, which other servers expect; both kinds load here.
     """
     method = method_of(drafter.network)
-    check_layout(method.name, drafter.config.draft_vocab_size, hf)
+    check_layout(method.name, asdict(drafter.config), hf)
     if folder.exists() and not replace:
         raise InputError(f"{folder} exists already; name a new folder")
     temporary = folder.with_name(f".{folder.name}.part")
@@ -64,9 +65,16 @@ def export(
         os.replace(temporary, folder)
 
 
-def check_layout(method: str, draft_vocab_size: int | None, hf: bool) -> None:
-    """Raise `InputError` if such a drafter can't be written in that layout."""
-    if hf and draft_vocab_size is not None and not objective_named(method).reduced_in_hf:
+def check_layout(method: str, config: Mapping[str, Any], hf: bool) -> None:
+    """Raise `InputError` if a drafter with such fields can't be written in that layout."""
+    objective, draft_vocab_size = objective_named(method), config.get("draft_vocab_size")
+    for name, value in objective.extensions.items():
+        if hf and config.get(name) == value:
+            raise InputError(
+                f"{name} is {value}, which other readers of the hf layout do not know; export in "
+                "the mlx layout, or start a run with --export hf"
+            )
+    if hf and draft_vocab_size is not None and not objective.reduced_in_hf:
         raise InputError(
             f"draft_vocab_size is {draft_vocab_size}, for which {method} has no place in the hf "
             "layout; export in the mlx layout, or leave it out"

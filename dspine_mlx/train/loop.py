@@ -117,6 +117,8 @@ class Trainer:
             mx.array(self.loss.alignment_weight * min(1.0, (self.step + 1) / max(1, self.warmup))),
             sum(batch.weights.sum() for batch in batches),
             mx.array(self.loss.backbone(self.progress)),
+            mx.array(self.loss.length(self.progress)),
+            sum((batch.weights > 0).sum() for batch in batches),
         )
         total, grads, estimate = mx.array(0.0), None, Estimate()
         for batch in batches:

@@ -2,7 +2,7 @@
 
 A row is one proposal of one block. Every term is a sum over rows of weight * loss, divided by the
 sum of weights over all rows of the optimiser step. So micro-batches add up to the loss of the
-whole.
+whole. `length_loss` alone looks at whole blocks.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,8 @@ class Schedule(NamedTuple):
     beta: mx.array  # weight of the alignment
     denominator: mx.array  # sum of the weights of all rows of the optimiser step
     backbone: mx.array = mx.array(0.0)  # share of the backbone's own loss, for Domino
+    length: mx.array = mx.array(0.0)  # share of the loss on the expected accepted length
+    proposals: mx.array = mx.array(1.0)  # proposals inside the text, of the optimiser step
 
 
 class LossRows(NamedTuple):
@@ -31,6 +33,7 @@ class LossRows(NamedTuple):
     ce: mx.array  # [R] of the base logits, against the text
     agree: mx.array  # [R] bool: the drafter's best token is the target's
     overlap: mx.array  # [R] sum over v of min(p, q): the chance that a sampled draft is accepted
+    chance: mx.array  # [R] the drafter's probability of the target's best token
 
 
 def draft_ids(drafter: Drafter, tokens: mx.array) -> mx.array:
@@ -65,6 +68,28 @@ class Distributions(NamedTuple):
     def overlap(self) -> mx.array:
         """The overlap of p and q, 1 - L1 / 2."""
         return mx.minimum(self.p, self.q).sum(axis=-1)
+
+    @property
+    def chance(self) -> mx.array:
+        """The drafter's probability of the target's best token; 0 if it can't be proposed."""
+        index = mx.minimum(self.best, self.q.shape[-1] - 1)[:, None]
+        chance = mx.take_along_axis(self.q, index, axis=-1)[:, 0]
+        return mx.where(self.best < self.q.shape[-1], chance, 0)
+
+    def rows(self, loss: mx.array, ce: mx.array) -> LossRows:
+        """Make the rows of a drafter that proposes from these logits."""
+        return LossRows(loss, ce, self.agree, self.overlap, self.chance)
+
+    def candidate_rows(
+        self, candidates: mx.array, scores: mx.array, loss: mx.array, ce: mx.array
+    ) -> LossRows:
+        """Make the rows of a drafter that proposes one of K candidates [R, K] by their scores."""
+        q = mx.softmax(scores, axis=-1)
+        first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
+        agree = mx.take_along_axis(candidates, first, axis=-1)[:, 0] == self.best
+        p = mx.take_along_axis(self.p, candidates, axis=-1)
+        chance = mx.where(candidates == self.best[:, None], q, 0).sum(axis=-1)
+        return LossRows(loss, ce, agree, mx.minimum(p, q).sum(axis=-1), chance)
 
     def distribution_loss(self, ce: mx.array, alpha: mx.array, config: LossConfig) -> mx.array:
         """alpha CE + (1 - alpha) L1 of each row, L1 = sum over v of |p - q|: [R]."""
@@ -114,7 +139,33 @@ def acceptance_length(weights: mx.array, accepted: mx.array) -> tuple[mx.array, 
     accepted [S, A, M]: the chance that slot t is accepted if the slots before it are; weights > 0
     mark the proposals inside the text.
     """
-    inside = weights > 0
-    survival = mx.cumprod(mx.where(inside, accepted.astype(mx.float32), 0), axis=-1)
-    blocks = inside.any(axis=-1)
-    return blocks.sum() + survival.sum(), blocks.sum()
+    blocks = (weights > 0).any(axis=-1).sum()
+    return blocks + survival(weights, accepted).sum(), blocks
+
+
+def survival(weights: mx.array, accepted: mx.array) -> mx.array:
+    """Chance that all of a block's slots up to each one are accepted, 0 outside the text:
+    [S, A, M]."""
+    accepted = mx.where(weights > 0, accepted.astype(mx.float32), 0)
+    chances = [accepted[..., 0]]
+    for t in range(1, accepted.shape[-1]):  # the gradient of mx.cumprod divides by the chances
+        chances.append(chances[-1] * accepted[..., t])
+    return mx.stack(chances, axis=-1)
+
+
+def length_loss(weights: mx.array, rows: LossRows, config: LossConfig) -> mx.array:
+    """Sum of M - E[L] over blocks: how many of the M proposals inside the text are expected to be
+    rejected.
+
+        E[L] = sum over slots t of the product over slots s <= t of a_s
+
+    a_s is the chance that slot s is accepted if the slots before it are. At temperature 1 that is
+    sum over v of min(p_s(v), q_s(v)); greedily it would be 0 or 1, and q_s of the target's best
+    token takes its place, which has a gradient. E[L] is taken of both and mixed by `length_greedy`.
+    The chances follow the text's own tokens, so at temperature 1 E[L] is exact where they do not
+    depend on which tokens were accepted. A slot thus counts for all later ones that need it, and
+    little after a likely rejection. Arrays of rows: [S, A, M].
+    """
+    parts = (config.length_greedy, rows.chance), (1 - config.length_greedy, rows.overlap)
+    length = sum(share * survival(weights, chances).sum() for share, chances in parts)
+    return (weights > 0).sum() - length

@@ -88,17 +88,20 @@ class Run:
             raise InputError(f"{path} was not written by train run: {error}") from error
 
 
-def new_run(method: str, model: str, data: str, settings: list[str], **options: Any) -> Run:
+def new_run(
+    method: str, model: str, data: str, settings: list[str], *, published: bool, **options: Any
+) -> Run:
     """Make a run with the method's published constants, changed by settings such as
-    loss.ce_weight=0.5."""
-    loss, sections = objective_named(method).loss, parse_settings(settings)
+    loss.ce_weight=0.5; unless the drafter is to be as published, with the method's extensions."""
+    objective, sections = objective_named(method), parse_settings(settings)
+    extensions = {} if published else dict(objective.extensions)
     return Run(
         model,
         data,
         changed(TrainConfig(), sections["train"]),
-        changed(loss, read_loss(sections["loss"])),
+        changed(objective.loss, read_loss(sections["loss"])),
         method,
-        drafter=sections["drafter"],
+        drafter=extensions | sections["drafter"],
         **options,
     )
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.train.blocks import Batch, Context, Inputs, States, embed, run
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import LossRows, Schedule
+from dspine_mlx.train.losses import LossRows, Schedule, length_loss
 from dspine_mlx.train.objectives import objective_of
 
 
@@ -57,4 +57,8 @@ def drafter_loss(
     loss, aligned = rows.loss, objective.alignment(drafter, batch, states, rows.ce, config)
     if aligned is not None:
         loss = loss + schedule.beta * aligned
-    return (batch.weights * loss).sum() / schedule.denominator, rows
+    loss = (batch.weights * loss).sum() / schedule.denominator
+    if config.length_weight:
+        length = length_loss(batch.weights, rows, config) / schedule.proposals
+        loss = (1 - schedule.length) * loss + schedule.length * length
+    return loss, rows

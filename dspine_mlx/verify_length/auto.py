@@ -236,16 +236,7 @@ class Auto(Policy):
 
     def compare(self, probe: Probe, token: int, logprobs: mx.array, depth: int) -> None:
         """Compare a plain token with the watched draft; the first that differs ends the probe."""
-        if probe.slot == 0:
-            probe.evidence = Evidence.of(probe.draft, self.chances.calibration)
-            probe.tokens = probe.draft.tokens.tolist()
-        slot, agrees = probe.slot, probe.tokens[probe.slot] == token
-        accepted = float(agrees)
-        if self.sampler is not None and probe.draft.q is not None:
-            accepted = probe.acceptance(self.sampler.probs(logprobs[None]))
-        self.chances.update(slot, self.chances.of(probe.evidence.odds)[slot], accepted)
-        probe.slot += agrees
-        if not agrees or probe.slot == len(probe.tokens):
+        if not probe.compare(token, logprobs, self.chances, self.sampler):
             self.probe = None
             self.finish_probe(probe, depth)
 

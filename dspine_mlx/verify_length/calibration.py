@@ -9,6 +9,9 @@ with T, b and s fitted per slot and serving mode; a prefix is accepted with the 
 chances. Below even odds a sampled draft has a slope of its own, which may be negative: where a name
 can be chosen freely, drafter and target are equally flat, so the least certain drafts are not those
 rejected most.
+
+A calibration also has the weights that decide between a draft and a copy of earlier text
+(`dspine_mlx.verify_length.disagreement`).
 """
 
 import math
@@ -19,6 +22,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler as SamplerFunction
 
 from dspine_mlx.round.sampler import Sampler
+from dspine_mlx.verify_length.disagreement import INDEPENDENT
 
 LIMIT = 20.0  # log-odds beyond are certainty
 STEEPEST = 1e3  # what a file may state: far beyond what is ever fitted
@@ -35,6 +39,7 @@ class Calibration:
     ece_before: float | None = None  # mean over the slots, on held-out prompts
     ece_after: float | None = None
     slopes: tuple[float, ...] = ()  # s; empty: 1 / T
+    copy_weights: tuple[float, ...] = ()  # empty: as if copies and drafts were independent
 
     def __post_init__(self) -> None:
         slots = len(self.temperatures)
@@ -42,10 +47,12 @@ class Calibration:
             raise ValueError("there must be one bias for each temperature")
         if len(self.slopes) not in (0, slots):
             raise ValueError("there must be one slope for each temperature, or none")
+        if len(self.copy_weights) not in (0, len(INDEPENDENT)):
+            raise ValueError(f"there must be {len(INDEPENDENT)} copy weights, or none")
         if not all(1 / STEEPEST <= t <= STEEPEST for t in self.temperatures):
             raise ValueError(f"temperatures must lie between {1 / STEEPEST} and {STEEPEST}")
-        if not all(abs(number) <= STEEPEST for number in (*self.biases, *self.slopes)):
-            raise ValueError(f"biases and slopes must lie within {STEEPEST}")
+        if not all(abs(x) <= STEEPEST for x in (*self.biases, *self.slopes, *self.copy_weights)):
+            raise ValueError(f"biases, slopes and copy weights must lie within {STEEPEST}")
 
     def log_odds(self, evidence: np.ndarray) -> np.ndarray:
         """Calibrated log-odds [..., M] of the evidence [..., M]."""

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterable
+from operator import mul
 from typing import NamedTuple
 
 from dspine_mlx.round.lookup import COPIED, Copy, CopyChances, Lookup
 from dspine_mlx.round.select import Draft, log_odds
 from dspine_mlx.verify_length.calibration import uncalibrated
-from dspine_mlx.verify_length.chances import Chances
+from dspine_mlx.verify_length.chances import Chances, sigmoid
 from dspine_mlx.verify_length.constant_length import EVERY
+from dspine_mlx.verify_length.disagreement import Disagreement
 from dspine_mlx.verify_length.forecast import Forecast
 from dspine_mlx.verify_length.records import Round
 from dspine_mlx.verify_length.rules import Floats, contested, length_values
@@ -31,6 +33,7 @@ class Values(NamedTuple):
 
     seconds: list[float]  # of a forward over 1, 2 .. rows
     tokens: list[float]  # seconds that each token saves: as many as can be offered
+    known: Disagreement | None = None  # where a copy and the draft differ
 
 
 class CopyOutcomes:
@@ -53,6 +56,7 @@ class Copying(CopyOutcomes):
     def __init__(self, forecast: Forecast) -> None:
         super().__init__()
         self.forecast, self.costs = forecast, forecast.costs
+        self.weights = forecast.chances.calibration.copy_weights  # between a copy and a draft
         self.contest: Copy | None = None  # worth more than the usual round; now a draft is made
         self.missed = self.rounds = 0.0  # seconds that drafts gained in such contests, fading
         self.skipped = 0  # drafts left out in a row
@@ -110,7 +114,8 @@ class Copying(CopyOutcomes):
         w = self.forecast.token_values(greedy, limit, depth)
         w += [1 / self.forecast.rate(depth)] * (limit - len(w))
         copies = lookup.splices(tokens) if draft.q is None else lookup.whole()
-        values = Values(self.costs.verify(depth), w)
+        known = Disagreement.of(draft, lookup) if self.weights else None
+        values = Values(self.costs.verify(depth), w, known)
         offer = self.instead_of_path(greedy[:limit], tokens, copies, values)
         if offer is None:
             return None
@@ -151,8 +156,14 @@ class Copying(CopyOutcomes):
         tokens = path[: copy.after] + copy.tokens
         pairs = enumerate(zip(tokens, path, strict=False))
         agreed = next((i for i, (x, y) in pairs if x != y), len(path))
-        chances = [*drafted[: copy.after], *self.of(copy)][: len(values.tokens)]
-        chances, others = contested(chances, drafted, agreed)
+        # Fitted weights know already what those offered are worth.
+        copied = self.of(copy) if values.known is None else self.chances.of(copy)
+        chances, share = [*drafted[: copy.after], *copied][: len(values.tokens)], None
+        differ = agreed < min(len(chances), len(drafted))
+        if values.known is not None and differ and agreed == copy.after:
+            facts = values.known.facts(copy, chances[agreed], drafted[agreed])
+            share = sigmoid(sum(map(mul, self.weights, facts)))
+        chances, others = contested(chances, drafted, agreed, share)
         mine = length_values(chances, values.seconds, values.tokens)
         best = max(mine)
         gain = best - max(length_values(others, values.seconds, values.tokens))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.nn as nn
@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.generate import stream_generate
-from dspine_mlx.round.lookup import Copy, Lookup
+from dspine_mlx.round.lookup import Copy, CopyChances, Lookup
 from dspine_mlx.round.policy import Fixed
 from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.calibration import (
@@ -23,6 +23,7 @@ from dspine_mlx.verify_length.calibration import (
     sigmoid,
     uncalibrated,
 )
+from dspine_mlx.verify_length.disagreement import DRAFTED, INDEPENDENT, Disagreement, logit
 
 log = logging.getLogger(__name__)
 LEAST_ROUNDS = 60  # with fewer, a fit is no better than none
@@ -33,26 +34,60 @@ BINS = 15
 
 
 class Recorder(Fixed):
-    """Offers every block whole; keeps its evidence and the number of accepted tokens."""
+    """Offers every block whole; keeps its evidence, the number of accepted tokens, and what copies
+    in its place would have brought."""
 
     def __init__(self, slots: int):
-        super().__init__(slots, needs_evidence=True)
+        super().__init__(slots, needs_evidence=True, copies=CopyChances())
         self.evidence: list[list[float]] = []
         self.accepted: list[int] = []
+        self.disagreements: list[list[float]] = []
+        self.found: list[tuple[Copy, list[float]]] = []  # this round's copies, with their facts
+        self.lookup, self.begun = Lookup(), 0  # of the text, and its tokens when the round began
         self.whole = False
+
+    def copy_pays(self, copy: Copy, depth: int, running: int = 0) -> bool:
+        return False
 
     def choose(
         self, draft: Draft, lookup: Lookup | None, limit: int, depth: int, seconds: float
     ) -> tuple[Copy | None, int]:
+        assert draft.evidence is not None
+        odds = draft.evidence.log_odds()
+        self.note_copies(draft, odds, lookup)
         self.whole = limit >= self.tokens
         if self.whole:
-            assert draft.evidence is not None
-            self.evidence.append(draft.evidence.log_odds())
+            self.evidence.append(odds)
         return None, min(self.tokens, limit)
+
+    def note_copies(self, draft: Draft, odds: list[float], lookup: Lookup | None) -> None:
+        """Take note of what copies say that leave this draft, whose evidence is `odds`."""
+        self.found = []
+        known = None if lookup is None else Disagreement.of(draft, lookup)
+        if lookup is None or known is None or self.copies is None:
+            return
+        self.lookup, self.begun = lookup, len(lookup.tokens)
+        for copy in lookup.splices(draft.tokens.tolist()):
+            if copy.after < self.tokens:
+                facts = known.facts(copy, self.copies.of(copy)[0], 0.5)
+                facts[DRAFTED] = odds[copy.after]  # until it is calibrated
+                self.found.append((copy, facts))
 
     def learn(self, accepted: int, offered: int) -> None:
         if self.whole and offered == self.tokens:
             self.accepted.append(accepted)
+            self.disagreements += self.decided(accepted)
+
+    def decided(self, accepted: int) -> list[list[float]]:
+        """Where the round's copies and its draft differed and one of them was right: slot,
+        facts, and 1 for the copy."""
+        came, rows = self.lookup.tokens[self.begun :], []
+        for copy, facts in self.found:
+            if copy.after < min(accepted + 1, len(came)):
+                won = came[copy.after] == copy.tokens[0]
+                if won or copy.after < accepted:
+                    rows.append([copy.after, *facts, won])
+        return rows
 
 
 @dataclass
@@ -61,11 +96,15 @@ class Rounds:
 
     evidence: np.ndarray  # [n, M]
     accepted: np.ndarray  # [n]
+    # [k, 8] where a copy or the draft was right and the other was not: the slot, six facts, with
+    # the slot's evidence in place of its chance, and 1 if it was the copy.
+    disagreements: np.ndarray = field(default_factory=lambda: np.zeros((0, 2 + len(INDEPENDENT))))
 
     def __add__(self, other: "Rounds") -> "Rounds":
         return Rounds(
             np.concatenate([self.evidence, other.evidence]),
             np.concatenate([self.accepted, other.accepted]),
+            np.concatenate([self.disagreements, other.disagreements]),
         )
 
     def __getitem__(self, part: slice) -> "Rounds":
@@ -87,7 +126,8 @@ def record(
     for _ in stream_generate(model, tokenizer, prompt, drafter, verify_length=recorder, **options):
         pass
     evidence = np.array(recorder.evidence[: len(recorder.accepted)], np.float64).reshape(-1, M)
-    return Rounds(evidence, np.array(recorder.accepted, int))
+    disagreements = np.array(recorder.disagreements, np.float64).reshape(-1, 2 + len(INDEPENDENT))
+    return Rounds(evidence, np.array(recorder.accepted, int), disagreements)
 
 
 @dataclass
@@ -130,6 +170,7 @@ def calibrate(texts: list[Rounds], held_out: list[Rounds] | None = None) -> Fit:
     after = survival_errors(trial, measured.evidence, measured.accepted)
     final = trial if held_out else fit(every.evidence, every.accepted)
     final = replace(final, ece_before=float(before.mean()), ece_after=float(after.mean()))
+    final = replace(final, copy_weights=fit_copy_weights(final, sum_of(texts).disagreements))
     return Fit(final, trial, measured, before, after, chance_errors(trial, measured.evidence))
 
 
@@ -200,15 +241,33 @@ def scoring(
     to start, and the prior.
     """
     weights, prior = begin
+    prior_information = PRIOR * np.eye(len(prior))
     for _ in range(STEPS):
         p = sigmoid(offset + features @ weights)
         c = np.minimum(survival * p, 1 - 1e-9)
         share = (1 - p) / (1 - c)
         slope = features.T @ ((accepted - c) * share) - PRIOR * (weights - prior)
         bends = np.where(accepted, p * (1 - p), c * (1 - p) * share)
-        curvature = features.T @ (features * bends[:, None]) + PRIOR * np.eye(2)
+        curvature = features.T @ (features * bends[:, None]) + prior_information
         weights = weights + np.clip(np.linalg.solve(curvature, slope), -1, 1)
     return weights
+
+
+def fit_copy_weights(calibration: Calibration, disagreements: np.ndarray) -> tuple[float, ...]:
+    """The most likely weights between copies and drafts, N(INDEPENDENT, 1 / PRIOR) beforehand;
+    with too few disagreements, none."""
+    if len(disagreements) < LEAST_ROUNDS:
+        return ()
+    slots, won = disagreements[:, 0].astype(int), disagreements[:, -1] > 0
+    facts = disagreements[:, 1:-1].copy()
+    chances = [
+        sigmoid(calibrated(x, *calibration.slots[slot]))
+        for slot, x in zip(slots, facts[:, DRAFTED], strict=True)
+    ]
+    facts[:, DRAFTED] = [logit(float(c)) for c in chances]
+    prior = np.array(INDEPENDENT)
+    weights = scoring(facts, np.zeros(len(won)), np.ones(len(won)), won, (prior, prior))
+    return tuple(weights.tolist())
 
 
 def fit_temperatures(logits: np.ndarray, accepted: np.ndarray) -> np.ndarray:

@@ -6,8 +6,10 @@ import mlx.core as mx
 
 from dspine_mlx.round.accept import acceptance
 from dspine_mlx.round.lookup import Copy
+from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.round.select import Draft
 from dspine_mlx.verify_length.calibration import Calibration
+from dspine_mlx.verify_length.chances import Chances
 from dspine_mlx.verify_length.costs import Costs
 
 
@@ -62,6 +64,22 @@ class Probe:
     slot: int = 0
     tokens: list[int] = field(default_factory=list)
     evidence: Evidence = field(default_factory=lambda: Evidence([], []))
+
+    def compare(
+        self, token: int, logprobs: mx.array, chances: Chances, sampler: Sampler | None
+    ) -> bool:
+        """Learn from the next token, picked from logprobs [V]; whether the draft goes on agreeing.
+        sampler: what the draft was drawn with; None: it is greedy."""
+        if self.slot == 0:
+            self.evidence = Evidence.of(self.draft, chances.calibration)
+            self.tokens = self.draft.tokens.tolist()
+        slot, agrees = self.slot, self.tokens[self.slot] == token
+        accepted = float(agrees)
+        if sampler is not None and self.draft.q is not None:
+            accepted = self.acceptance(sampler.probs(logprobs[None]))
+        chances.update(slot, chances.of(self.evidence.odds)[slot], accepted)
+        self.slot += agrees
+        return agrees and self.slot < len(self.tokens)
 
     def acceptance(self, p: mx.array) -> float:
         """The chance that the sampled token of this slot is accepted, where the target's probs are

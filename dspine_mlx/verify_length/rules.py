@@ -54,13 +54,17 @@ def sampled_verify_length(chances: Floats, greedy: Floats, seconds: Floats, valu
     return len(chances)
 
 
-def contested(copied: Floats, drafted: Floats, agreed: int) -> tuple[list[float], list[float]]:
+def contested(
+    copied: Floats, drafted: Floats, agreed: int, share: float | None = None
+) -> tuple[list[float], list[float]]:
     """Chances of two chains that share their first `agreed` tokens, each given the other.
 
     Where they first differ, at most one is right. If independently the copy is right with chance p
     and the draft with chance c, then given that not both are, their chances are
     p (1 - c) / (1 - p c) and c (1 - p) / (1 - p c). Tokens that both propose have the greater of
     the two chances.
+
+    share: the chance that it is the copy, given that one of them is right, where more is known.
     """
     agreed = min(agreed, len(copied), len(drafted))
     shared = [max(pair) for pair in zip(copied[:agreed], drafted[:agreed], strict=False)]
@@ -69,6 +73,9 @@ def contested(copied: Floats, drafted: Floats, agreed: int) -> tuple[list[float]
         p, c = copied[agreed], drafted[agreed]
         either = max(1 - p * c, 1e-9)
         ours[agreed], others[agreed] = p * (1 - c) / either, c * (1 - p) / either
+        if share is not None:
+            one = ours[agreed] + others[agreed]
+            ours[agreed], others[agreed] = share * one, (1 - share) * one
     return ours, others
 
 

@@ -60,12 +60,20 @@ def same(ours: list[list[Step]], plain: list[list[Step]]) -> list[bool]:
     return [same_steps(a, b) for a, b in zip(ours, plain, strict=True)]
 
 
+@pytest.fixture(scope="module")
+def plain(model: nn.Module, tokenizer: TokenizerWrapper) -> list[list[Step]]:
+    return plain_texts(model, tokenizer, PROMPTS, LIMITS)
+
+
 @pytest.mark.parametrize("length", [0, 1, 4, "auto"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_greedy_texts_are_those_of_each_alone(
-    model: nn.Module, tokenizer: TokenizerWrapper, script: str, length: int | str
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    plain: list[list[Step]],
+    script: str,
+    length: int | str,
 ) -> None:
-    plain = plain_texts(model, tokenizer, PROMPTS, LIMITS)
     drafter = scripted_texts(model, whole(PROMPTS, plain), script)
     prepare(drafter, profile=False)
     ours = together(model, tokenizer, drafter, verify_length=length)
@@ -73,8 +81,9 @@ def test_greedy_texts_are_those_of_each_alone(
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_every_drafter(model: nn.Module, tokenizer: TokenizerWrapper, kind: str) -> None:
-    plain = plain_texts(model, tokenizer, PROMPTS, LIMITS)
+def test_every_drafter(
+    model: nn.Module, tokenizer: TokenizerWrapper, plain: list[list[Step]], kind: str
+) -> None:
     ours = together(model, tokenizer, EVERY[kind](model), verify_length=3)
     assert same(ours, plain) == [True] * len(PROMPTS)
 
@@ -99,11 +108,10 @@ def test_one_forward_of_each_per_round(model: nn.Module, tokenizer: TokenizerWra
 
 @pytest.mark.parametrize("length", [2, "auto"])
 def test_a_bidirectional_block_is_drafted_in_full(
-    model: nn.Module, tokenizer: TokenizerWrapper, length: int | str
+    model: nn.Module, tokenizer: TokenizerWrapper, plain: list[list[Step]], length: int | str
 ) -> None:
     """Its slots see one another: those of a shorter block would be others, whose chances nobody
     knows. Fewer of them may be verified."""
-    plain = plain_texts(model, tokenizer, PROMPTS, LIMITS)
     config = DrafterConfig.from_dict(drafter_config(num_hidden_layers=1, is_causal=False))
     drafter = scripted_texts(model, whole(PROMPTS, plain), config=config)
     prepare(drafter, profile=False)

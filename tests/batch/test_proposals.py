@@ -62,6 +62,7 @@ KINDS: dict[str, Callable[..., Drafter]] = EVERY | {
     "dflash, sinks": kind(tiny_dflash, attention_sink_bias=True),
     "dflash, reduced vocabulary": tiny_reduced,
     "dspine, windowed": kind(tiny_dspine, **WINDOW),
+    "dspine, from two slots back": kind(tiny_dspine, injection_reach=2),
 }
 
 

@@ -3,8 +3,6 @@
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +13,7 @@ from dspine_mlx.cli.chat_loop import stopping
 from dspine_mlx.cli.last_round import LastRound
 from dspine_mlx.round.policy import Fixed, Policy
 from dspine_mlx.round.select import Draft, Evidence
+from tests.support import forked
 from tests.support.terminal import Terminal
 
 QUESTION = "Tom has 4 apples and buys 3 more. How many apples does he have?"
@@ -98,14 +97,9 @@ def test_earlier_messages_come_back_with_the_arrow_keys(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pipe_gives_a_message_per_line(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "dspine_mlx.cli", *CHAT],
-        input=f"{QUESTION}\n/drafter off\n\n{QUESTION}\n/quit\nnever\n",
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"HOME": str(tmp_path)},
-    )
+    typed = f"{QUESTION}\n/drafter off\n\n{QUESTION}\n/quit\nnever\n"
+    command = ("-m", "dspine_mlx.cli", *CHAT)
+    result = forked.run(*command, typed=typed, env={"HOME": str(tmp_path)}, check=True)
     answers = result.stdout.split("plain decoding\n")
     assert len(answers) == 2
     assert all(answer.strip() for answer in answers)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from rich.style import Style
 from dspine_mlx.cli.bench_live import Side, columns, report, same, speedup, verdict
 from dspine_mlx.measure.clock import LEAST_TOKENS
 from dspine_mlx.measure.compare import AUTO, PLAIN
+from tests.support import forked
 from tests.support.terminal import on_terminal, plain
 
 LIVE = ("bench", "--live", "-m", "40")
@@ -126,8 +125,7 @@ def test_on_a_terminal(width: int) -> None:
 @pytest.mark.slow
 def test_piped_and_as_json(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "dspine_mlx.cli", *LIVE, "--json", str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = forked.run("-m", "dspine_mlx.cli", *LIVE, "--json", str(out), check=True)
     lines = result.stdout.splitlines()
     assert [line[:15].strip() for line in lines] == ["plain decoding", "drafted", "verdict"]
     document = json.loads(out.read_text())["results"][0]

@@ -1,8 +1,6 @@
 """--prompt-cache-file beside mlx_lm.cache_prompt and mlx_lm.generate themselves."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,14 +11,14 @@ from typer.testing import CliRunner
 from dspine_mlx.cli import app
 from dspine_mlx.errors import InputError
 from dspine_mlx.load import DEMO
+from tests.support import forked
 
 TARGET, DRAFTER = str(DEMO / "target"), str(DEMO / "drafter")
 BEFORE, QUESTION = "Tom has 4 apples.", "He buys 3 more. How many has he?"
 
 
 def mlx_lm(*arguments: str) -> str:
-    command = [sys.executable, "-m", "mlx_lm", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return forked.run("-m", "mlx_lm", *arguments, check=True).stdout
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from dspine_mlx.cli.screen import print_bars, print_table, split
 from dspine_mlx.load import DEMO
+from tests.support import forked
 from tests.support.terminal import Terminal, on_terminal, plain
 
 pytestmark = pytest.mark.slow
@@ -31,8 +31,7 @@ def fits(text: str, columns: int) -> bool:
 
 
 def piped(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dspine_mlx.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True)
+    return forked.run("-m", "dspine_mlx.cli", *arguments, check=True)
 
 
 @pytest.fixture(scope="module")

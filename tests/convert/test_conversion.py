@@ -1,6 +1,7 @@
 """Every published layout converts, and its round equals NumPy's on the source's own tensors."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,6 +119,7 @@ DOMINO: dict[str, Maker] = {
 DSPINE: dict[str, Maker] = {
     "SpecForge": dspine_specforge,
     "SpecForge, causality unstated": partial(dspine_specforge, is_causal=None),
+    "SpecForge, from two slots back": lambda shape: dspine_specforge(replace(shape, reach=2)),
     "reference": dspine_reference,
     "Tencent": dspine_tencent,
 }

@@ -171,6 +171,7 @@ SHAPES = st.builds(
     B=st.integers(2, 9),
     r=st.sampled_from([8, 24]),
     a=st.sampled_from([4, 12]),
+    reach=st.sampled_from([1, 2]),
     seed=st.integers(0, 50),
 )
 

@@ -17,6 +17,7 @@ from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.target.prompt_cache import PromptCaches
 from tests.support.drafters import EVERY
+from tests.support.each_family import KINDS, slow
 from tests.support.families import build, drafter_config
 from tests.support.message_log import Recorded, lead, replay
 from tests.support.tiny import SCRIPTS, Scripted, plain_steps, random_prompt
@@ -45,8 +46,11 @@ def scripted(model: nn.Module, text: list[int]) -> tuple[Scripted, Recorded]:
     return Scripted(network, target, target, text=text, script=SCRIPTS["now and then"]), channel
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("length", [0, 3, 7])
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [(family, length) for family in KINDS for length in (0, 3, 7)]
+    + [slow(family, 3) for family in FAMILIES if family not in KINDS],
+)
 def test_a_follower_has_the_same_caches(
     family: str, length: int, tokenizer: TokenizerWrapper
 ) -> None:

@@ -37,10 +37,14 @@ from dspine_mlx.round.sampler import Sampler
 from tests.support.tiny import plain_steps, random_prompt, scripted
 
 
-@pytest.fixture
-def pair(model: nn.Module, tokenizer: TokenizerWrapper) -> Models:
+@pytest.fixture(scope="module")
+def text(model: nn.Module, tokenizer: TokenizerWrapper) -> list[int]:
     prompt = random_prompt(6)
-    text = prompt + [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=50)]
+    return prompt + [token for token, _ in plain_steps(model, tokenizer, prompt, max_tokens=50)]
+
+
+@pytest.fixture
+def pair(model: nn.Module, tokenizer: TokenizerWrapper, text: list[int]) -> Models:
     return Models(model, tokenizer, scripted(model, text, "right"), Sampler())
 
 

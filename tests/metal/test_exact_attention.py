@@ -143,8 +143,11 @@ def test_rows_share_each_key() -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(("parts", "S"), [(1, 258), (8, 258), (8, 4098), (32, 4098)])
+@pytest.mark.parametrize(
+    ("dtype", "parts", "S"),
+    [(mx.float32, 1, 258), (mx.bfloat16, 1, 258), (mx.float32, 8, 258), (mx.bfloat16, 8, 258),
+     (mx.float32, 8, 4098), (mx.bfloat16, 32, 4098)],
+)  # fmt: skip
 def test_rows_as_heads_over_a_quantised_cache(
     dtype: mx.Dtype, parts: int, S: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

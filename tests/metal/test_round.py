@@ -191,6 +191,17 @@ def test_injection_takes_five_launches_a_layer(
     assert found == {"Matmul": 3, "CustomKernel": 2}
 
 
+def test_injection_from_two_slots_back_takes_seven_launches_a_layer(
+    demo: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = random_drafter(demo[0], active(Trusting), injection_reach=2)
+    dtype, size = drafter.target.dtype, drafter.config.hidden_size
+    block, codes = mx.zeros((16, size), dtype), mx.zeros((2, 64), dtype)
+    inject = partial(drafter.network.inject_earlier, kernels=drafter.kernels)
+    found = launches(monkeypatch, lambda b, c: [inject(0, b, c)], block, codes)
+    assert found == {"Matmul": 3, "CustomKernel": 2, "Full": 1, "Concatenate": 1}
+
+
 def test_table_and_walk_take_at_most_five_launches(
     demo: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +235,8 @@ def test_codes_are_folded_with_their_gates_for_kernels_only(demo: tuple[nn.Modul
     assert "transfer_codes" not in fused.network
     one, two = (d.network.code_rows(tokens).take() for d in (plain, fused))
     np.testing.assert_allclose(np.array(one), np.array(two), atol=2e-3)
+    earlier = random_drafter(demo[0], active(), injection_reach=2).network
+    assert {"folded_codes", "transfer_codes"} <= earlier.keys()  # its anchor has gates of its own
 
 
 @pytest.mark.parametrize(("kind", "launched"), [("vanilla", 1), ("gated", None)])

@@ -25,7 +25,8 @@ from tests.support.metal_device import emulator, needs_emulator, needs_metal
 from tests.support.racing import Track, quick
 from tests.support.tiny import plain_steps, random_prompt, same_steps
 
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "tie_word_embeddings": True}
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "tie_word_embeddings": True,
+         "num_hidden_layers": 2}  # fmt: skip
 FAMILIES = ("qwen3", "qwen3_5")  # attention; gated delta in every other layer
 WIDTHS, TOKENS = range(2, 6), 12
 TWO_PASSES = 16  # keys past which a row attends in two passes

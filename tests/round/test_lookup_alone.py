@@ -18,7 +18,8 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
-from tests.support.families import FAMILIES, WINDOW, build
+from tests.support.each_family import EVERY_FAMILY
+from tests.support.families import WINDOW, build
 from tests.support.lookups import Told, use
 from tests.support.samplers import SAMPLERS, seeded_options
 from tests.support.tiny import plain_steps, random_prompt, same_steps, scripted, tiny_target
@@ -44,7 +45,7 @@ def run(
     return responses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_greedy_text_is_mlx_lms(
     tokenizer: TokenizerWrapper, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

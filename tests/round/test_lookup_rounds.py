@@ -16,7 +16,8 @@ from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.verify_length.auto import Auto
 from dspine_mlx.verify_length.calibration import uncalibrated
 from dspine_mlx.verify_length.costs import Costs, Curve
-from tests.support.families import FAMILIES, WINDOW, build, random_drafter
+from tests.support.each_family import EVERY_FAMILY
+from tests.support.families import WINDOW, build, random_drafter
 from tests.support.lookups import Copying, Told, use
 from tests.support.samplers import SAMPLERS, seeded_options
 from tests.support.tiny import (
@@ -55,7 +56,7 @@ def copied_run(
 
 
 @pytest.mark.parametrize("nth", [pytest.param(NEVER, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_greedy_text_with_copies_is_mlx_lms(
     tokenizer: TokenizerWrapper, family: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +133,14 @@ def test_caches_after_an_early_close(
     assert {c.offset for c in cache_} == {len(prompt) + taken}
 
 
-@pytest.mark.parametrize("after", [0, 2, 7])
-@pytest.mark.parametrize("kind", ["right", "now and then", "random"])
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("after", "kind", "temp"),
+    [
+        (after, kind, float((i + j) % 2))
+        for i, after in enumerate((0, 2, 7))
+        for j, kind in enumerate(("right", "now and then", "random"))
+    ],
+)
 def test_seeded_text_with_copies_after_drafted_tokens(
     model: nn.Module,
     tokenizer: TokenizerWrapper,

@@ -85,7 +85,7 @@ def test_a_prompt_cache_holds_the_prompt_and_the_yielded_tokens(
     failures = 0
     for n in range(12):
         drafter = scripted(model, PROMPT + text, "now and then")
-        cache, seen = make_prompt_cache(model), list[int]()
+        cache, seen, failed = make_prompt_cache(model), list[int](), False
         options = {"verify_length": 3, "max_tokens": 12, "prefill_step_size": 9} | hooks(n)[hook]
         try:
             for response in dspine_mlx.stream_generate(
@@ -93,7 +93,7 @@ def test_a_prompt_cache_holds_the_prompt_and_the_yielded_tokens(
             ):
                 seen.append(response.token)
         except UsersError:
-            failures += 1
+            failed = True
         assert seen == text[: len(seen)]
         (rows,) = {c.offset for c in cache}
         fed = (PROMPT + text)[:rows]
@@ -104,6 +104,9 @@ def test_a_prompt_cache_holds_the_prompt_and_the_yielded_tokens(
         assert same_steps(
             plain_steps(model, tokenizer, going_on, max_tokens=3, prompt_cache=own), wanted
         )
+        failures += failed
+        if failures and not failed:  # it is not called that often
+            break
     assert failures > 0
 
 

@@ -42,7 +42,7 @@ def mixed() -> list[tuple[dict[str, Any], tuple[str, str]]]:
     """Requests with what plain decoding replies: greedy, seeded, penalised, undrafted, with stop
     strings, whole and streamed."""
     draw = Draw(random.Random(3), {}, Reference(DEMO / "target"))
-    bodies = [draw.request() for _ in range(30)]
+    bodies = [draw.request() for _ in range(18)]
     return [(body, draw.reference.reply(body)) for body in bodies]
 
 

@@ -39,6 +39,7 @@ class Shape:
     B: int = 5
     r: int = 24  # transfer rank
     a: int = 12  # message size
+    reach: int = 1  # slots back that are injected from
     rank: int = 8  # Markov rank
     seed: int = 0
 
@@ -94,6 +95,10 @@ class Maker:
             "transfer_codes": (codes / np.linalg.norm(codes, axis=1, keepdims=True)).astype("f4"),
             "transfer_ready": np.array(True),
         }
+        if s.reach == 2:
+            w |= {f"earlier.writes.{i}.weight": self.matrix(s.H, s.a, 0.7) for i in range(s.L)}
+            w["earlier.gates.weight"] = self.matrix(3 * s.a, s.r)
+            w["earlier.bias"] = self.vector(s.a, 0.0)
         return w
 
     def heads(
@@ -171,6 +176,8 @@ def dspine_specforge(shape: Shape = Shape(), **extra: Any) -> Checkpoint:
         "dflash_config": m.blocks(),
         "dspine_config": {"transfer_rank": shape.r, "message_size": shape.a, "top_k": 6},
     }
+    if shape.reach != 1:
+        config["injection_reach"] = shape.reach
     return config | extra, m.backbone() | m.injection()
 
 

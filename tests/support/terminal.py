@@ -6,40 +6,45 @@ import pty
 import re
 import select
 import struct
-import subprocess
-import sys
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.support.forked import Forked
+
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def open_terminal(columns: int) -> tuple[int, int]:
+    """Both ends: what a terminal does, and what a command sees."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    return master, slave
+
+
+def start(
+    arguments: Sequence[str], slave: int, env: Mapping[str, str], session: bool = False
+) -> Forked:
+    """`dspine-mlx ARGUMENTS` there; the terminal tells its size."""
+    path = Path(os.ttyname(slave))
+    own = {"TERM": "xterm-256color", "COLUMNS": None, "LINES": None, **env}
+    return Forked(["-m", "dspine_mlx.cli", *arguments], own, (path, path, path), session)
 
 
 def on_terminal(
     *arguments: str, columns: int, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Exit status and all that a terminal gets of `dspine-mlx ARGUMENTS`, escapes included."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dspine_mlx.cli", *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=inherited | {"TERM": "xterm-256color"} | dict(environment or {}),
-    )
+    master, slave = open_terminal(columns)
+    process, output, status = start(arguments, slave, environment or {}), b"", None
+    while status is None:
+        status = process.poll()  # before a look at what it wrote
+        while select.select([master], [], [], 0.02)[0]:
+            output += os.read(master, 65536)
     os.close(slave)
-    output = b""
-    try:
-        while data := os.read(master, 65536):
-            output += data
-    except OSError:  # Linux's way to say that the other end is closed
-        pass
-    finally:
-        os.close(master)
-    return process.wait(), output.decode().replace("\r\n", "\n")
+    os.close(master)
+    return status, output.decode().replace("\r\n", "\n")
 
 
 def plain(output: str) -> str:
@@ -51,29 +56,18 @@ class Terminal:
     """A command that talks on a pseudo-terminal; everything it shows is kept, escapes removed."""
 
     def __init__(self, *arguments: str, home: Path, columns: int = 80):
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        own = {"TERM": "xterm-256color", "HOME": str(home), "PROMPT_TOOLKIT_NO_CPR": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dspine_mlx.cli", *arguments],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=inherited | own,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
+        self.master, self.slave = open_terminal(columns)
+        own = {"HOME": str(home), "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.process = start(arguments, self.slave, own, session=True)
         self.raw, self.seen = "", 0
 
     def __enter__(self) -> "Terminal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        self.process.kill()
+        self.process.wait(60)
+        os.close(self.slave)
         os.close(self.master)
 
     def send(self, keys: str) -> None:
@@ -81,14 +75,11 @@ class Terminal:
 
     def read(self, seconds: float) -> bool:
         """More of the output, if there is some within so many seconds; False at its end."""
+        going = self.process.poll() is None  # before a look at what it wrote
         if not select.select([self.master], [], [], seconds)[0]:
-            return True
-        try:
-            data = os.read(self.master, 65536)
-        except OSError:  # Linux's way to say that the other end is closed
-            return False
-        self.raw += data.decode(errors="replace")
-        return bool(data)
+            return going
+        self.raw += os.read(self.master, 65536).decode(errors="replace")
+        return True
 
     def expect(self, wanted: str, seconds: float = 60) -> str:
         """What was shown since the last call, up to and including the wanted text."""

@@ -35,12 +35,16 @@ def randomise(model: nn.Module, seed: int, scale: float = 0.2) -> nn.Module:
 
 
 def tiny_target(
-    seed: int = 0, head_dim: int = 8, vocab_size: int = VOCABULARY, scale: float = 0.2
+    seed: int = 0,
+    head_dim: int = 8,
+    vocab_size: int = VOCABULARY,
+    scale: float = 0.2,
+    layers: int = LAYERS,
 ) -> nn.Module:
     args = qwen3.ModelArgs(
         model_type="qwen3",
         hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         intermediate_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -57,10 +57,10 @@ class NumpyLoss:
         c.setdefault("first_slot", 0 if "confidence_head.proj.weight" in w else 1)
         batch = [np.array(x, np.float64 if x.dtype == mx.float32 else None) for x in self.batch]
         tokens, features, hidden, anchors, slot_weights, replaced = batch
-        total = 0.0
+        total, rejected = 0.0, 0.0
         for s, a in np.ndindex(*anchors.shape):
             if slot_weights[s, a].any():
-                anchor = anchors[s, a]
+                anchor, accepted = anchors[s, a], np.ones(2)
                 rows = self.block(w, c, tokens[s], features[s, :anchor], bool(replaced[s, a]))
                 for t in range(len(rows)):
                     if slot_weights[s, a, t]:
@@ -69,7 +69,25 @@ class NumpyLoss:
                         label = tokens[s, anchor + 1 + t]
                         loss = self.row(w, c, (s, a, t), rows[t], p, label)
                         total += slot_weights[s, a, t] * loss
-        return total / slot_weights.sum()
+                        accepted = accepted * self.accepted(w, c, (s, a, t), rows[t], p)
+                        greedy = self.loss.length_greedy
+                        rejected += 1 - greedy * accepted[0] - (1 - greedy) * accepted[1]
+        share = self.loss.length_weight
+        slots, length = total / slot_weights.sum(), rejected / (slot_weights > 0).sum()
+        return (1 - share) * slots + share * length
+
+    def accepted(
+        self, w: Weights, c: Config, key: tuple, row: dict[str, Any], p: np.ndarray
+    ) -> np.ndarray:
+        """A slot's chances to be accepted if those before it are: greedily (the drafter's
+        probability of the target's best token), and of a draft drawn at temperature 1."""
+        q = softmax(self.proposed(w, c, row["base"], row.get("bias", 0.0)))
+        if "refined" in row:
+            order = np.argsort(-q, kind="stable")[: c["top_k"]]
+            on = self.kept.setdefault(("candidates", key), order)
+            q = np.zeros(len(p))
+            q[on] = softmax(reference.scale_logits(c, self.head.head[on] @ row["refined"]))
+        return np.array([q[p.argmax()], np.minimum(p, q).sum()])
 
     def block(
         self, w: Weights, c: Config, tokens: np.ndarray, features: np.ndarray, true: bool
@@ -100,10 +118,13 @@ class NumpyLoss:
         after = []
         for i in range(c["num_hidden_layers"]):
             u = reference.draft_layer(w, c, i, h, ctx)
+            replaced = true and i < min(self.loss.replacement_layers, c["num_hidden_layers"] - 1)
+            if "earlier.bias" in w:
+                sent = known if replaced else direction(w, u[1:], i)
+                before = np.concatenate([0 * known[:1], known[:1], sent[1 if replaced else 0 :]])
+                u = np.concatenate([u[:1], inject_earlier(w, u[1:], i, before[:M])])
             z = direction(w, u[1:], i)
-            previous = np.concatenate([known[:1], z[:-1]])
-            if true and i < min(self.loss.replacement_layers, c["num_hidden_layers"] - 1):
-                previous = known
+            previous = known if replaced else np.concatenate([known[:1], z[:-1]])
             written = inject(w, u[1:], i, previous) if self.loss.injection else u[1:]
             after.append(written)
             h = np.concatenate([u[:1], written])
@@ -185,6 +206,16 @@ def softmax(x: np.ndarray) -> np.ndarray:
 def direction(w: Weights, u: np.ndarray, layer: int) -> np.ndarray:
     y = u @ w[f"injection.readouts.{layer}.weight"].T
     return np.sqrt(y.shape[-1]) * y / np.linalg.norm(y, axis=-1, keepdims=True)
+
+
+def inject_earlier(w: Weights, u: np.ndarray, layer: int, before: np.ndarray) -> np.ndarray:
+    names = ("receiver_gate", "predecessor_gate", "message")
+    gates = zip(names, np.split(w["earlier.gates.weight"], 3), strict=True)
+    own = {f"injection.{name}.weight": gate for name, gate in gates}
+    own["injection.bias"] = w["earlier.bias"]
+    own[f"injection.writes.{layer}.weight"] = w[f"earlier.writes.{layer}.weight"]
+    own[f"injection.readouts.{layer}.weight"] = w[f"injection.readouts.{layer}.weight"]
+    return inject(own, u, layer, before)
 
 
 def inject(w: Weights, u: np.ndarray, layer: int, previous: np.ndarray) -> np.ndarray:

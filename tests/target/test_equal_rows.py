@@ -14,7 +14,8 @@ import pytest
 
 from dspine_mlx.target.equal_rows import Packing, differing_widths, unequal_widths
 from dspine_mlx.target.model import Target
-from tests.support.families import FAMILIES, WINDOW, build
+from tests.support.each_family import EVERY_FAMILY
+from tests.support.families import WINDOW, build
 
 WIDTHS = (2, 3, 5)
 
@@ -26,7 +27,7 @@ WINDOWED = {"llama_sliding", "olmo3", "gemma3_text", "gemma3", "gemma4_text", "g
             "recurrent_gemma"}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_the_wheels_own_backend_is_equal(family: str) -> None:
     """MLX's CPU wheel gives a row the same bits whatever rides along: experts, hybrids, and windows
     as long as they are not full."""

@@ -14,6 +14,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.target.given_cache import Layout, check_given, target_layout
 from dspine_mlx.target.prompt_cache import restored, stored
 from dspine_mlx.target.rollback import leaves
+from tests.support.each_family import EVERY_FAMILY
 from tests.support.families import FAMILIES, WINDOW, build, random_drafter
 from tests.support.tiny import plain_steps, random_prompt
 
@@ -45,7 +46,7 @@ def state(caches: list[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_a_models_own_caches_are_taken(family: str) -> None:
     model, own = known(family)
     for rows in (0, *LENGTHS):
@@ -58,7 +59,7 @@ def test_a_models_own_caches_are_taken(family: str) -> None:
         check_given(filled(model, 30, limit=16), own)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_another_familys_caches_are_named_and_left_alone(
     family: str, tokenizer: TokenizerWrapper
 ) -> None:

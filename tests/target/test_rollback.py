@@ -17,7 +17,8 @@ from mlx_lm.models.cache import (
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.rollback import Rollback, Sinks, WindowMark, leaves
-from tests.support.families import FAMILIES, WINDOW, build
+from tests.support.each_family import IN_BITS
+from tests.support.families import WINDOW, build
 from tests.support.rollback import (
     CONTEXT,
     DISTINCT,
@@ -42,8 +43,7 @@ rounds = st.lists(
 ).filter(lambda rounds: sum(min(counts[:3]) for counts in rounds) > WINDOW)
 
 
-@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "bits"), IN_BITS)
 @settings(max_examples=1, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(rounds=rounds)
 def test_any_rounds_equal_plain_decoding(

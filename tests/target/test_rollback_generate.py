@@ -24,6 +24,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.target.prompt_cache import PromptCaches
 from dspine_mlx.target.rollback import leaves
 from dspine_mlx.verify_length.profile import StepTimer
+from tests.support.each_family import IN_BITS
 from tests.support.families import FAMILIES, WINDOW, build, random_drafter, scripted_drafter
 from tests.support.tiny import SCRIPTS, random_prompt
 
@@ -51,8 +52,7 @@ def drafted(
     return [r.token for r in responses]
 
 
-@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "bits"), IN_BITS)
 def test_greedy_text_is_mlx_lms(tokenizer: TokenizerWrapper, family: str, bits: int | None) -> None:
     """The text runs past the window; drafters know the text and spoil it, or know nothing."""
     model = model_of(family, bits)

@@ -13,7 +13,8 @@ from dspine_mlx.metal.exact_attention import attend_apart
 from dspine_mlx.target.equal_rows import unequal_widths
 from dspine_mlx.target.model import Target
 from dspine_mlx.target.row_attention import RowAttention
-from tests.support.families import FAMILIES, build
+from tests.support.each_family import EVERY_FAMILY
+from tests.support.families import build
 
 
 def apart(stock: Any, queries: mx.array, *call: Any, **named: Any) -> mx.array:
@@ -43,7 +44,7 @@ def test_rows_one_by_one_have_the_bits_of_one_row(other_bits: list[int]) -> None
     assert set(other_bits) == {1, 20}  # but for the prompt
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_every_family(family: str) -> None:
     """Nothing is changed but the calls; classes go back; masks of windows are MLX's affair."""
     target = Target(build(family, 4))

@@ -19,6 +19,7 @@ from dspine_mlx.target.ranks import Alone
 from dspine_mlx.target.rollback import Rollback
 from dspine_mlx.target.row_kernels import RowKernels, linear_layers
 from dspine_mlx.target.verdicts import Shape, to_json
+from tests.support.each_family import KINDS, slow
 from tests.support.families import FAMILIES, build
 from tests.support.racing import CPU, M2, M5, Track
 from tests.support.tiny import tiny_target
@@ -162,8 +163,11 @@ def test_rows_are_raced_in_the_dtype_that_layers_get(track: Track) -> None:
     assert classes(target) == types
 
 
-@pytest.mark.parametrize("bits", [None, 4], ids=["dense", "4-bit"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [(family, 4) if family in KINDS else slow(family, 4) for family in FAMILIES]
+    + [(family, None) for family in KINDS],
+)
 def test_every_family(track: Track, family: str, bits: int | None) -> None:
     """With the recorders of recurrent layers and with taps, as a round verifies. Experts are
     MLX's; all else that is linear is served, the head too."""

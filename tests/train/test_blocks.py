@@ -42,6 +42,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Domino": ("domino", PREFIX),
     "Domino, not shifted": ("domino", PREFIX | {"shift_label": False}),
     "DSpine": ("dspine", {"transfer_rank": 12, "message_size": 6}),
+    "DSpine, from two slots back": (
+        "dspine",
+        {"transfer_rank": 12, "message_size": 6, "layers": 3, "injection_reach": 2},
+    ),
     "DSpine, three layers": ("dspine", {"transfer_rank": 12, "message_size": 6, "layers": 3}),
 }
 
@@ -96,9 +100,11 @@ def test_forward_equals_one_block_at_a_time(variant: str) -> None:
             assert mx.allclose(states[s, a], wanted, rtol=1e-4, atol=1e-5).item()
 
 
-def test_refined_states_are_the_transition_table() -> None:
+@pytest.mark.parametrize("reach", [1, 2])
+def test_refined_states_are_the_transition_table(reach: int) -> None:
     """With the true predecessor among the candidates, its row is what the refined state scores."""
-    drafter = build("dspine", {"transfer_rank": 12, "message_size": 6, "top_k": SHAPE.V})
+    sizes = {"transfer_rank": 12, "message_size": 6, "injection_reach": reach}
+    drafter = build("dspine", sizes | {"top_k": SHAPE.V})
     batch = random_batch(SHAPE, drafter.config.num_proposals, n=20)
     states = forward(drafter, batch, PLAIN)
     for s in range(2):

@@ -13,9 +13,16 @@ from dspine_mlx.checkpoints.detect import detect
 from dspine_mlx.checkpoints.open import parameters
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import GATES, DSpine
+from dspine_mlx.errors import InputError
 from dspine_mlx.target.model import Target
 from dspine_mlx.train.config import LossConfig
-from dspine_mlx.train.losses import Schedule, acceptance_length
+from dspine_mlx.train.losses import (
+    LossRows,
+    Schedule,
+    acceptance_length,
+    length_loss,
+    survival,
+)
 from dspine_mlx.train.objectives.dspine import OBJECTIVE
 from dspine_mlx.train.step import drafter_loss, forward
 from tests.support.checkpoints import (
@@ -54,6 +61,7 @@ GROUPS = {
     "readouts": ("injection.readouts.",),
     "writes": ("injection.writes.",),
     "gates": ("injection.message.", "_gate.", "injection.bias"),
+    "from two slots back": ("earlier.",),
     "markov": ("markov_head.",),
     "confidence": ("confidence_head.",),
     "ends": ("embed_tokens.", "lm_head."),
@@ -68,6 +76,10 @@ def reduced(shape: Shape, **extra: Any) -> Checkpoint:
     w2 = "markov_head.markov_w2.weight"
     head = rng.normal(size=(17, shape.H)).astype(np.float32) / shape.H**0.5
     return config, weights | {w2: weights[w2][ids], "d2t": offsets(ids), "lm_head.weight": head}
+
+
+def softmax_rows(x: np.ndarray) -> np.ndarray:
+    return np.stack([softmax(row) for row in x])
 
 
 def build(checkpoint: Checkpoint) -> tuple[Drafter, Any]:
@@ -96,7 +108,13 @@ def check(checkpoint: Checkpoint, loss: LossConfig, alpha: float, beta: float) -
     """The value, and the gradient of every parameter group along a random direction."""
     drafter, head = build(checkpoint)
     batch = random_batch(SHAPE, drafter.config.num_proposals)
-    schedule = Schedule(mx.array(alpha), mx.array(beta), batch.weights.sum())
+    schedule = Schedule(
+        mx.array(alpha),
+        mx.array(beta),
+        batch.weights.sum(),
+        length=mx.array(loss.length_weight),
+        proposals=(batch.weights > 0).sum(),
+    )
     network = drafter.network
     function = nn.value_and_grad(network, lambda: drafter_loss(drafter, batch, schedule, loss)[0])
     value, grads = function()
@@ -124,6 +142,12 @@ def check(checkpoint: Checkpoint, loss: LossConfig, alpha: float, beta: float) -
 @pytest.mark.parametrize("term", TERMS)
 def test_dspine_equals_numpy(term: str) -> None:
     check(dspine_specforge(SHAPE), *TERMS[term])
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_dspine_from_two_slots_back_equals_numpy(layers: int) -> None:
+    loss = LossConfig(replacement_layers=layers)
+    check(dspine_specforge(replace(SHAPE, reach=2)), loss, 0.1, 0.5)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -227,6 +251,54 @@ def test_chunks_and_checkpoints_change_nothing(method: Any) -> None:
     for other in (gradient(logit_rows=5), gradient(checkpoint=True)):
         for (name, a), (_, b) in zip(plain, other, strict=True):
             assert mx.allclose(a, b, rtol=1e-4, atol=1e-6).item(), name
+
+
+@pytest.mark.parametrize("method", [dflash_zlab, dspark_specforge, reduced, dspine_specforge])
+@pytest.mark.parametrize("greedy", [0.0, 0.3, 1.0])
+def test_the_expected_length_equals_numpy(method: Any, greedy: float) -> None:
+    loss = LossConfig(length_weight=1.0, length_greedy=greedy)
+    check(method(SHAPE), replace(loss, confidence_weight=0.0), 0.1, 0.5)
+    check(method(SHAPE), replace(loss, length_weight=0.4), 0.1, 0.5)
+
+
+def test_the_expected_length_by_enumeration() -> None:
+    """Every draft of three slots, and every way to accept and reject its tokens."""
+    rng = np.random.default_rng(0)
+    p, q = (softmax_rows(rng.normal(size=(3, 4)) * 1.5) for _ in range(2))
+    wanted = 0.0
+    for tokens in np.ndindex(4, 4, 4):
+        chances = [min(1, p[t, x] / q[t, x]) for t, x in enumerate(tokens)]
+        drawn = np.prod([q[t, x] for t, x in enumerate(tokens)])
+        for length in range(4):
+            rejected = 1 - chances[length] if length < 3 else 1
+            wanted += length * drawn * np.prod(chances[:length]) * rejected
+    overlap, best = (np.zeros((1, 2, 5), np.float32) for _ in range(2))
+    overlap[0, 0, :3], best[0, 0, :3] = np.minimum(p, q).sum(axis=-1), 0.25
+    overlap[:, :, 3:], best[:, :, 3:] = 0.9, 0.9  # past the end of the text
+    weights = mx.array([[[1.0, 0.5, 0.1, 0, 0], [0, 0, 0, 0, 0]]])
+    rows = LossRows(*(mx.zeros_like(weights),) * 3, mx.array(overlap), mx.array(best))
+    sampled, greedy, mixed = (
+        3 - length_loss(weights, rows, LossConfig(length_greedy=share)).item()
+        for share in (0.0, 1.0, 0.25)
+    )
+    assert sampled == pytest.approx(wanted, rel=1e-6)
+    assert greedy == pytest.approx(0.25 + 0.25**2 + 0.25**3)
+    assert mixed == pytest.approx(0.75 * sampled + 0.25 * greedy)
+
+
+def test_a_slot_that_is_never_accepted_still_gets_a_gradient() -> None:
+    """So does nothing after it; the chances up to it say how much."""
+    chances = mx.array([[[0.5, 0.0, 0.5]]])
+    weights = mx.ones((1, 1, 3))
+    slope = mx.grad(lambda a: survival(weights, a).sum())(chances)
+    assert slope.tolist() == [[[1.0, 0.75, 0.0]]]
+
+
+def test_the_length_counts_from_its_start_on() -> None:
+    loss = LossConfig(length_weight=0.6, length_start=0.5)
+    assert [loss.length(x) for x in (0.0, 0.49, 0.5, 1.0)] == [0.0, 0.0, 0.6, 0.6]
+    with pytest.raises(InputError, match=r"loss.length_greedy is 1.5; it must lie in \[0, 1\]"):
+        LossConfig(length_greedy=1.5)
 
 
 def test_acceptance_length_by_hand() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_a_run_leaves_a_drafter_that_generates(
     model, tokenizer = mlx_lm.load(str(target))
     drafter = load_drafter(folder / "drafter", model)
     assert type(drafter.network).__name__.lower() == method
+    assert ("earlier" in drafter.network) == (method == "dspine")
     prompt = tokenizer.encode("What is 3 + 1?")
     plain = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
     assert generate(model, tokenizer, prompt, drafter, max_tokens=12) == plain
@@ -57,7 +59,8 @@ def test_a_finished_run_gives_its_drafter_again(
     accepted = iter([2.0, 1.5])  # of steps 2 and 4
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", lambda *_: {"held_out_greedy": next(accepted)})
-        assert start(folder, target, data, "--dtype", "float32").exit_code == 0
+        own = ("--dtype", "float32")
+        assert start(folder, target, data, *own, drafter__injection_reach=1).exit_code == 0
     best, config = weights(folder), (folder / "drafter" / "config.json").read_text()
     last = build(Run.read(folder), folder).trainer.drafter
     assert not mx.array_equal(best["fc.weight"], last.network.fc.weight)
@@ -81,9 +84,11 @@ def test_a_finished_run_without_held_out_data_keeps_its_drafter(
     data.write_text(json.dumps({"prompt": "Say it.", "completion": "Two and two."}) + "\n")
     assert start(folder, target, data, "--dtype", "float32").exit_code == 0
     before = weights(folder)
-    result = call("run", folder, "--resume", "--export", "hf")
+    result = call("run", folder, "--resume", "--dtype", "float16")
     assert "move it away" in result.output
     assert equal(weights(folder), before)
+    result = call("run", folder, "--resume", "--export", "hf")
+    assert "injection_reach is 2, which other readers" in str(result.exception)
 
 
 def test_ctrl_c_saves_and_resume_ends_where_an_uninterrupted_run_does(
@@ -110,7 +115,7 @@ def test_ctrl_c_saves_and_resume_ends_where_an_uninterrupted_run_does(
 
 
 def test_both_layouts_hold_the_same_drafter(tmp_path: Path, target: Path, data: Path) -> None:
-    start(tmp_path / "mlx", target, data)
+    start(tmp_path / "mlx", target, data, drafter__injection_reach=1)
     start(tmp_path / "hf", target, data, "--export", "hf")
     published = weights(tmp_path / "hf")
     injection = {n.removeprefix("injection.") for n in published if n.startswith("injection.")}
@@ -243,9 +248,8 @@ def test_regenerate_answers_every_turn_after_its_own_earlier_answers(
     def greedy(conversation: list[dict[str, str]], count: int) -> str:
         prompt = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
         step = generate_step(mx.array(prompt), model, max_tokens=count)
-        ids = [token for token, _ in step]
-        ends = [i for i, token in enumerate(ids) if token in tokenizer.eos_token_ids]
-        return tokenizer.decode(ids[: ends[0]] if ends else ids)
+        ids = takewhile(lambda token: token not in tokenizer.eos_token_ids, (t for t, _ in step))
+        return tokenizer.decode(list(ids))
 
     def regenerated(name: str, count: int, *more: Any) -> dict:
         args = ("--model", DEMO / "target", "--temperature", 0, "--max-tokens", count, *more)
@@ -304,10 +308,24 @@ def test_taps_are_spread_as_the_papers_do() -> None:
     assert spread(2, 1) == [1]
 
 
+def test_a_new_dspine_has_the_extension_unless_it_is_to_be_as_published(tmp_path: Path) -> None:
+    def drafter(*settings: str, published: bool = False) -> dict[str, Any]:
+        return new_run("dspine", "model", "data", list(settings), published=published).drafter
+
+    assert drafter() == {"injection_reach": 2}
+    assert drafter("drafter.injection_reach=1") == {"injection_reach": 1}
+    assert drafter(published=True) == {}
+    assert new_run("dspark", "model", "data", [], published=False).drafter == {}
+    run = new_run("dspine", "model", "data", [], published=False)
+    run.save(tmp_path / "run")
+    assert Run.read(tmp_path / "run").drafter == {"injection_reach": 2}
+
+
 @pytest.mark.parametrize("name", ["distribution", "law"])
 def test_the_earlier_name_of_a_reference_is_read(name: str, tmp_path: Path) -> None:
     """On the command line, and in a stored run."""
-    run = new_run("dspine", "model", "data", [f"loss.reference={name}", "loss.ce_weight=0.5"])
+    settings = [f"loss.reference={name}", "loss.ce_weight=0.5"]
+    run = new_run("dspine", "model", "data", settings, published=True)
     assert (run.loss.reference, run.loss.ce_weight) == ("distribution", 0.5)
     run.save(tmp_path / "run")
     path = tmp_path / "run" / SETTINGS

@@ -180,13 +180,24 @@ def test_modes() -> None:
 
 def test_files_come_back(model: nn.Module) -> None:
     drafter = tiny_dflash(model)
-    modes = {"greedy": Calibration((0.5,) * 7, (0.1,) * 7, 99, 0.2, 0.01)}
+    weights = (0.5, 0.7, -0.6, 0.2, -0.8, 0.9)
+    modes = {"greedy": Calibration((0.5,) * 7, (0.1,) * 7, 99, 0.2, 0.01, copy_weights=weights)}
     save_calibrations(calibration_path(drafter), drafter, modes)
     assert load_calibrations(drafter) == modes
     assert load_calibrations(tiny_dflash(model, seed=8)) == {}  # same shapes, other weights
 
 
-@pytest.mark.parametrize("bad", ["other pair", "slots", "zero", "json", "null", "text"])
+def test_a_file_from_before_copy_weights_is_read(model: nn.Module, tmp_path: Path) -> None:
+    drafter, path = tiny_dflash(model), tmp_path / "calibration.json"
+    calibration = Calibration((0.5,) * 7, (0.1,) * 7, 99, 0.2, 0.01)
+    save_calibrations(path, drafter, {"greedy": calibration})
+    data = json.loads(path.read_text())
+    del data["modes"]["greedy"]["copy_weights"]
+    path.write_text(json.dumps(data))
+    assert load_calibrations(drafter, path) == {"greedy": calibration}
+
+
+@pytest.mark.parametrize("bad", ["other pair", "slots", "zero", "json", "null", "text", "weights"])
 def test_a_bad_file_is_a_warning(
     bad: str, model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,6 +212,8 @@ def test_a_bad_file_is_a_warning(
         data["modes"]["greedy"]["temperatures"][2] = 0
     if bad == "null":
         data["modes"] = None
+    if bad == "weights":
+        data["modes"]["greedy"]["copy_weights"] = [1.0]
     if bad == "text":
         data["modes"]["greedy"]["biases"][0] = "x"
     path.write_text("{" if bad == "json" else json.dumps(data))

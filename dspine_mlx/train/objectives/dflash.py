@@ -23,6 +23,7 @@ class Objective:
     loss = LossConfig(ce_weight=1.0)  # the published constants
     block_size = 16  # of a new drafter
     settings: Mapping[str, Any] = {}  # of a new drafter's config
+    extensions: Mapping[str, Any] = {}  # the same, unpublished: only this package reads them
     reduced_in_hf = False  # whether the hf layout has a place for a reduced draft vocabulary
 
     def start(self, network: DFlash, target: Target) -> None:
@@ -54,7 +55,7 @@ class Objective:
         hidden, labels, base = arrays
         pq = distributions(drafter, hidden, all_logits(drafter, base))
         ce = pq.cross_entropy(labels)
-        return LossRows(pq.distribution_loss(ce, alpha, config), ce, pq.agree, pq.overlap)
+        return pq.rows(pq.distribution_loss(ce, alpha, config), ce)
 
     def alignment(
         self, drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig

@@ -60,11 +60,8 @@ class DFlash2Objective(Objective):
         scores = mx.take_along_axis(pq.logits, candidates, axis=-1) + affinity
         p = mx.take_along_axis(pq.p, candidates, axis=-1)
         own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
-        first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
-        best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
-        overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
         loss = pq.distribution_loss(ce, alpha, config) + config.refined_weight * own
-        return LossRows(loss, ce, best == pq.best, overlap)
+        return pq.candidate_rows(candidates, scores, loss, ce)
 
     def sections(
         self, config: DrafterConfig, loss: LossConfig, flat: dict[str, Any]

@@ -60,7 +60,7 @@ class DominoObjective(Objective):
         ce = alone.cross_entropy(labels)
         corrected = pq.distribution_loss(pq.cross_entropy(labels), alpha, config)
         loss = (1 - share) * corrected + share * alone.distribution_loss(ce, alpha, config)
-        return LossRows(loss, ce, pq.agree, pq.overlap)
+        return pq.rows(loss, ce)
 
     def sections(
         self, config: DrafterConfig, loss: LossConfig, flat: dict[str, Any]

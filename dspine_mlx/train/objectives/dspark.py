@@ -59,7 +59,7 @@ class DSparkObjective(Objective):
             confidence, mx.stop_gradient(pq.overlap), with_logits=True, reduction="none"
         )
         loss = pq.distribution_loss(ce, alpha, config) + config.confidence_weight * accepted
-        return LossRows(loss, ce, pq.agree, pq.overlap)
+        return pq.rows(loss, ce)
 
     def sections(
         self, config: DrafterConfig, loss: LossConfig, flat: dict[str, Any]

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.drafters.dspine import DSpine
+from dspine_mlx.drafters.injection import inject, unit
 from dspine_mlx.drafters.top_k import scale_scores, top_k
 from dspine_mlx.drafters.transfer_space import transfer_codes
 from dspine_mlx.target.model import Target
@@ -40,6 +41,7 @@ class DSpineObjective(Objective):
     refined ones (without refinement: the base's); and an alignment of every layer's readout."""
 
     loss = LossConfig()
+    extensions = {"injection_reach": 2}
 
     def start(self, network: DSpine, target: Target) -> None:
         """Compute C and the projection P from the target's LM head. Every R_l starts as P^T, so
@@ -54,28 +56,31 @@ class DSpineObjective(Objective):
         network.transfer_codes.weight = codes.astype(mx.float32)
         network.transfer_codes.freeze()
         injection, a = network.injection, config.message_size
-        for readout, write in zip(injection.readouts, injection.writes, strict=True):
+        for readout in injection.readouts:
             readout.weight = projection.T.astype(mx.float32)
-            write.weight = mx.zeros_like(write.weight)
-        injection.gates.weight = mx.concatenate(
-            [
-                injection.gates.weight[:a],
-                mx.zeros((a, config.transfer_rank)),
-                injection.gates.weight[2 * a :],
-            ]
-        )
+        for part in (injection, *([network.earlier] if "earlier" in network else [])):
+            for write in part.writes:
+                write.weight = mx.zeros_like(write.weight)
+            gates = part.gates.weight
+            silent = mx.zeros_like(gates[a : 2 * a])
+            part.gates.weight = mx.concatenate([gates[:a], silent, gates[2 * a :]])
 
     def states(self, network: DSpine, batch: Batch, inputs: Inputs, config: LossConfig) -> States:
         """`DSpine.injected_backbone` for many blocks, with every layer's states kept."""
         h = inputs.h
         injection, a = network.injection, network.injection.bias.shape[0]
-        known = injection.from_codes(network.transfer_codes(batch.predecessors))  # [S, A, M, 2a]
+        codes = network.transfer_codes(batch.predecessors)
+        known = injection.from_codes(codes)  # [S, A, M, 2a]
+        before = network.earlier.from_codes(codes) if "earlier" in network else None
         # The last layer keeps the predicted predecessor: else the base logits would see the text.
         replace = min(config.replacement_layers, len(inputs.layers) - 1)
         kept = []
         for i, layer in enumerate(inputs.layers):
             block = layer(h, *inputs.context)
             u = block[:, :, 1:]
+            if "earlier" in network:
+                y, replaced = injection.readouts[i](u), batch.replaced if i < replace else None
+                u = network.earlier.receive(i, u, y, before, replaced)
             products = injection.gates(unit(injection.readouts[i](u)))
             receiver = products[..., :a] + injection.bias
             previous = mx.concatenate([known[:, :, :1], products[:, :, :-1, a:]], axis=2)
@@ -101,18 +106,15 @@ class DSpineObjective(Objective):
         loss = pq.distribution_loss(ce, alpha, config)
         logits = mx.stop_gradient(pq.logits)
         candidates = mx.stop_gradient(top_k(logits, drafter.config.top_k)[0])
-        p = mx.take_along_axis(pq.p, candidates, axis=-1)
         if config.refinement:
+            p = mx.take_along_axis(pq.p, candidates, axis=-1)
             head = drafter.target.head_rows(candidates).astype(refined.dtype)  # [R, K, d]
             scores = scale_scores((head @ refined[..., None])[..., 0], drafter.config)
             own = candidate_loss(scores, p, candidates == labels[:, None], alpha, config)
             loss = loss + config.refined_weight * own
         else:
             scores = mx.take_along_axis(pq.logits, candidates, axis=-1)
-        first = mx.stop_gradient(mx.argmax(scores, axis=-1, keepdims=True))
-        best = mx.take_along_axis(candidates, first, axis=-1)[:, 0]
-        overlap = mx.minimum(p, mx.softmax(scores, axis=-1)).sum(axis=-1)
-        return LossRows(loss, ce, best == pq.best, overlap)
+        return pq.candidate_rows(candidates, scores, loss, ce)
 
     def alignment(
         self, drafter: Drafter, batch: Batch, states: States, ce: mx.array, config: LossConfig
@@ -164,22 +166,6 @@ def candidate_loss(
         ce = mx.where(hit, lse[:, None] - scores, 0).sum(axis=-1)
     l1 = mx.where(inside, mx.abs(target - q).sum(axis=-1), 0)
     return alpha * ce + (1 - alpha) * l1
-
-
-def inject(u: mx.array, receiver: mx.array, previous: mx.array, write: nn.Linear) -> mx.array:
-    """u + RMS(u) W (sigmoid(receiver + G_p z) * A z), with previous = [G_p z, A z]."""
-    a = receiver.shape[-1]
-    message = mx.sigmoid(receiver + previous[..., :a]) * previous[..., a:]
-    rms = mx.sqrt(u.astype(mx.float32).square().mean(axis=-1, keepdims=True)).astype(u.dtype)
-    return u + rms * write(message)
-
-
-def unit(y: mx.array) -> mx.array:
-    """sqrt(r) y / ||y||, the norm in float32 and at least 1e-12."""
-    wide = y.astype(mx.float32)
-    # the floor goes under the root, whose gradient at 0 is infinite
-    norm = mx.sqrt(mx.maximum(wide.square().sum(axis=-1, keepdims=True), 1e-24))
-    return (wide * (y.shape[-1] ** 0.5 / norm)).astype(y.dtype)
 
 
 OBJECTIVE = DSpineObjective()

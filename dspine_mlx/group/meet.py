@@ -14,7 +14,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.channel import Channel
 from dspine_mlx.group.connections import Connections, connections
-from dspine_mlx.group.interrupts import INTERRUPTED, undelayed, noticed, uninterrupted
+from dspine_mlx.group.interrupts import INTERRUPTED, noticed, undelayed, uninterrupted
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.group.shards import check_rollback, load_part, see_whole

@@ -21,7 +21,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import LostRank
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.follow import Followed, Follower
-from dspine_mlx.group.interrupts import undelayed, handled
+from dspine_mlx.group.interrupts import handled, undelayed
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.server.decoding import Arguments, checked, drafting, observed
 from dspine_mlx.server.grammar import constraint

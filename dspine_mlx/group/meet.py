@@ -14,7 +14,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.channel import Channel
 from dspine_mlx.group.connections import Connections, connections
-from dspine_mlx.group.interrupts import INTERRUPTED, at_once, noticed, uninterrupted
+from dspine_mlx.group.interrupts import INTERRUPTED, noticed, undelayed, uninterrupted
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.group.shards import check_rollback, load_part, see_whole
@@ -79,7 +79,7 @@ class Group:
         """
         interrupts: list[Any] = []
         try:
-            with at_once():
+            with undelayed():
                 module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
                 target = PartOfTarget(module, self.channel)
                 check_rollback(target)
@@ -124,11 +124,14 @@ class Group:
 
 
 def leave() -> NoReturn:
-    """End this process at once, with the sentence of its error: the others find it lost."""
+    """End this process at once, with the sentence of its error, if it has one: the others find it
+    lost."""
     kind, error, traceback = sys.exc_info()
     if kind is not None and error is not None:
         sys.excepthook(kind, error, traceback)
     sys.stdout.flush()
+    if error is None:  # the command has dealt with its interrupt
+        os._exit(0)
     os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
@@ -136,7 +139,7 @@ def meet(pipeline: bool = False, seconds: float = SECONDS) -> Group | None:
     """The group that this process belongs to, or None if it is the only one."""
     before = connections().keys()
     if RANK in os.environ:
-        with meeting(seconds), at_once():
+        with meeting(seconds), undelayed():
             group = mx.distributed.init()
     else:
         group = mx.distributed.init()

@@ -29,6 +29,7 @@ from dspine_mlx.group.shards import check_rollback, load_part, see_whole
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.load import settle_verify_kernels
 from dspine_mlx.metal import exact_attention
+from dspine_mlx.metal.attention import Attended
 from dspine_mlx.metal.exact_attention import AsHeads
 from dspine_mlx.round.sampler import Sampler
 from dspine_mlx.target import attention_race, equal_rows, race, row_kernels
@@ -144,7 +145,7 @@ def force_attention(rank: int) -> None:
     best as heads, and the others that they never are. How often they are so is counted."""
     machine = race.Machine(metal=True, architecture="applegpu_g14s")
     race.Machine.here = classmethod(lambda cls: machine)  # type: ignore[assignment]
-    attention_race.LONG, equal_rows.DEPTHS = (16,), (70,)
+    attention_race.LONG, equal_rows.DEPTHS = (16, 1024, 4096), (70, 80)
     won, lost = Verdict(AsHeads(), f"rank {rank}'s"), Verdict(STOCK, f"rank {rank}'s")
     race.Race.verdict = lambda *race: lost  # type: ignore[method-assign]
     row_kernels.attention_verdict = lambda race, shape, rows: (
@@ -152,9 +153,9 @@ def force_attention(rank: int) -> None:
     )
     made = exact_attention.attend_as_heads
 
-    def attend_as_heads(*attention: Any) -> mx.array:
+    def attend_as_heads(queries: mx.array, attended: Attended) -> mx.array:
         as_heads.append(1)
-        return made(*attention)
+        return made(queries, attended)
 
     exact_attention.attend_as_heads = attend_as_heads
 

@@ -7,6 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import dspine_mlx
 from dspine_mlx.batch.generation import Generation
 from tests.batch.test_target_rows import EXACT, REFUSED, ROUNDED, WINDOWED
+from tests.support.each_family import KINDS, slow
 from tests.support.families import build, drafter_config, random_drafter
 from tests.support.texts import scripted_texts
 from tests.support.tiny import plain_steps, random_prompt
@@ -15,7 +16,9 @@ PROMPTS = [random_prompt(n, seed=n) for n in (9, 1, 5, 12)]
 LIMITS = [12, 20, 5, 9]  # past the tiny windows of 24 positions in all
 
 
-@pytest.mark.parametrize("family", [*EXACT, *WINDOWED, *ROUNDED])
+@pytest.mark.parametrize(
+    "family", [f if f in KINDS else slow(f) for f in (*EXACT, *WINDOWED, *ROUNDED)]
+)
 def test_texts_are_those_of_each_alone(family: str, tokenizer: TokenizerWrapper) -> None:
     """Three at once, by a drafter that is right now and then."""
     model = build(family)

@@ -14,6 +14,7 @@ from dspine_mlx.drafters.config import DrafterConfig
 from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.verify_length.schedule import prepare
 from tests.support.drafters import EVERY
+from tests.support.each_family import slow
 from tests.support.texts import Counting, scripted_texts
 from tests.support.tiny import (
     SCRIPTS,
@@ -65,7 +66,7 @@ def plain(model: nn.Module, tokenizer: TokenizerWrapper) -> list[list[Step]]:
     return plain_texts(model, tokenizer, PROMPTS, LIMITS)
 
 
-@pytest.mark.parametrize("length", [0, 1, 4, "auto"])
+@pytest.mark.parametrize("length", [slow(0), slow(1), 4, "auto"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_greedy_texts_are_those_of_each_alone(
     model: nn.Module,
@@ -131,7 +132,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("length", [0, 3, "auto"])
+@pytest.mark.parametrize("length", [slow(0), 3, slow("auto")])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_seeded_texts_are_those_of_each_alone(
     model: nn.Module, tokenizer: TokenizerWrapper, sampling: str, length: int | str

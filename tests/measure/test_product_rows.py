@@ -182,6 +182,7 @@ def test_the_table_and_the_file(
     assert tile["seconds"] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 @needs_emulator
 def test_the_kernels_own_text(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a target with MLX's kernel of one row, run from its text: the exact form is found, and

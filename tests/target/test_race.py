@@ -280,6 +280,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_emulator
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_kernels_text_loses(

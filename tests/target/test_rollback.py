@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 
 from dspine_mlx.errors import InputError
 from dspine_mlx.target.rollback import Rollback, Sinks, WindowMark, leaves
-from tests.support.each_family import IN_BITS
+from tests.support.each_family import IN_BITS, KINDS, slow
 from tests.support.families import WINDOW, build
 from tests.support.rollback import (
     CONTEXT,
@@ -80,7 +80,7 @@ def test_any_rounds_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("context", [3, WINDOW + 9])
-@pytest.mark.parametrize("family", DISTINCT)
+@pytest.mark.parametrize("family", [f if f in KINDS else slow(f) for f in DISTINCT])
 def test_a_round_leaves_what_a_forward_over_the_accepted_rows_leaves(
     family: str, context: int
 ) -> None:

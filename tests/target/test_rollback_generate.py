@@ -24,7 +24,7 @@ from dspine_mlx.errors import InputError
 from dspine_mlx.target.prompt_cache import PromptCaches
 from dspine_mlx.target.rollback import leaves
 from dspine_mlx.verify_length.profile import StepTimer
-from tests.support.each_family import IN_BITS
+from tests.support.each_family import IN_BITS, slow
 from tests.support.families import FAMILIES, WINDOW, build, random_drafter, scripted_drafter
 from tests.support.tiny import SCRIPTS, random_prompt
 
@@ -67,7 +67,7 @@ def test_greedy_text_is_mlx_lms(tokenizer: TokenizerWrapper, family: str, bits: 
         assert drafted(model, tokenizer, prompt, drafter, max_tokens=20) == plain
 
 
-@pytest.mark.parametrize("taken", [1, 4])
+@pytest.mark.parametrize("taken", [slow(1), 4])
 @pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss", "llama4"])
 def test_second_turn_after_an_early_close(
     tokenizer: TokenizerWrapper, family: str, taken: int
@@ -145,7 +145,7 @@ class Broken:
         return logits
 
 
-@pytest.mark.parametrize("n", [1, 11])
+@pytest.mark.parametrize("n", [slow(1), 11])
 @pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "jamba", "falcon_h1"])
 def test_an_exception_between_verify_and_accept(
     tokenizer: TokenizerWrapper, family: str, n: int
@@ -260,10 +260,11 @@ def test_an_unknown_cache_is_refused_before_the_first_token(tokenizer: Tokenizer
     assert all(c.empty() for c in prompt_cache)
 
 
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("bits", [None, slow(8)])
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "falcon_h1", "lfm2", "jamba", "gpt_oss", "llama4", "qwen3"]
-)
+    "family", ["qwen3_5", slow("falcon_h1"), slow("lfm2"), "jamba", "gpt_oss", slow("llama4"),
+               "qwen3"],
+)  # fmt: skip
 def test_a_prompt_cache_from_a_file(
     tokenizer: TokenizerWrapper, tmp_path: Path, family: str, bits: int | None
 ) -> None:
@@ -324,7 +325,7 @@ def chat(
     return reply, len(rest)
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("family", [*map(slow, HYBRIDS[1:]), "qwen3_5", "gpt_oss", "qwen3"])
 def test_the_second_turn_prefills_only_what_is_new(
     tokenizer: TokenizerWrapper, family: str
 ) -> None:

@@ -144,6 +144,7 @@ def test_rows_one_by_one() -> None:
 LAST_BIT = "<T>(as_type<float>(as_type<uint>(result) ^ (first + o == 1)));"
 
 
+@pytest.mark.slow
 @needs_emulator
 @pytest.mark.parametrize("fault", ["", "last bit"])
 def test_the_kernels_own_text(track: Track, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:

@@ -43,7 +43,7 @@ def uninterrupted() -> Iterator[None]:
             before(*asked[0])
 
 
-def at_once() -> AbstractContextManager[None]:
+def immediate_interrupts() -> AbstractContextManager[None]:
     """Within the block Ctrl-C ends the process without a word, also where MLX waits for others."""
     return handled(signal.SIG_DFL)
 

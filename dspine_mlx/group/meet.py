@@ -14,7 +14,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import InputError
 from dspine_mlx.group.channel import Channel
 from dspine_mlx.group.connections import Connections, connections
-from dspine_mlx.group.interrupts import INTERRUPTED, at_once, noticed, uninterrupted
+from dspine_mlx.group.interrupts import INTERRUPTED, immediate_interrupts, noticed, uninterrupted
 from dspine_mlx.group.jobs import Jobs
 from dspine_mlx.group.no_drafter import NoDrafter
 from dspine_mlx.group.shards import check_rollback, load_part, see_whole
@@ -79,7 +79,7 @@ class Group:
         """
         interrupts: list[Any] = []
         try:
-            with at_once():
+            with immediate_interrupts():
                 module, tokenizer = load_part(model, self.channel, self.pipeline, tokenizer_config)
                 target = PartOfTarget(module, self.channel)
                 check_rollback(target)
@@ -136,7 +136,7 @@ def meet(pipeline: bool = False, seconds: float = SECONDS) -> Group | None:
     """The group that this process belongs to, or None if it is the only one."""
     before = connections().keys()
     if RANK in os.environ:
-        with meeting(seconds), at_once():
+        with meeting(seconds), immediate_interrupts():
             group = mx.distributed.init()
     else:
         group = mx.distributed.init()

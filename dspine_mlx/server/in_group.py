@@ -21,7 +21,7 @@ from dspine_mlx.drafters.drafter import Drafter
 from dspine_mlx.errors import LostRank
 from dspine_mlx.generate import stream_generate
 from dspine_mlx.group.follow import Followed, Follower
-from dspine_mlx.group.interrupts import at_once, handled
+from dspine_mlx.group.interrupts import handled, immediate_interrupts
 from dspine_mlx.group.target import LeadTarget, PartOfTarget
 from dspine_mlx.server.decoding import Arguments, checked, drafting, observed
 from dspine_mlx.server.grammar import constraint
@@ -117,7 +117,7 @@ def followed(
 def follow(generator: Any) -> None:
     """A rank other than 0: serve in step with it until it stops; `LostRank` if it is lost. Ctrl-C
     ends this rank while its part loads; later it is for rank 0."""
-    with at_once():
+    with immediate_interrupts():
         while generator.model_provider.part is None and not generator.ended:
             time.sleep(LOOK)
     with handled(signal.SIG_IGN):

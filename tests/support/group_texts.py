@@ -144,7 +144,8 @@ def force_attention(rank: int) -> None:
     best as heads, and the others that they never are. How often they are so is counted."""
     machine = race.Machine(metal=True, architecture="applegpu_g14s")
     race.Machine.here = classmethod(lambda cls: machine)  # type: ignore[assignment]
-    attention_race.LONG, equal_rows.DEPTHS = (16,), (70,)
+    attention_race.LONG = (16,)  # type: ignore[assignment]
+    equal_rows.DEPTHS = (70,)  # type: ignore[assignment]
     won, lost = Verdict(AsHeads(), f"rank {rank}'s"), Verdict(STOCK, f"rank {rank}'s")
     race.Race.verdict = lambda *race: lost  # type: ignore[method-assign]
     row_kernels.attention_verdict = lambda race, shape, rows: (
@@ -156,7 +157,7 @@ def force_attention(rank: int) -> None:
         as_heads.append(1)
         return made(*attention)
 
-    exact_attention.attend_as_heads = attend_as_heads
+    exact_attention.attend_as_heads = attend_as_heads  # type: ignore[assignment]
 
 
 FORCED = {"products": force_products, "attention": force_attention}

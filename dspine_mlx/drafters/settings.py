@@ -32,6 +32,7 @@ QWEN3_DEFAULTS = {
 }
 FULL_WINDOW_LAYERS = 28  # Qwen3Config.max_window_layers
 ROPES = ("default", "linear", "yarn", "llama3", "mrope")
+PROPORTIONAL = "proportional"  # of Gemma 4
 
 
 def section(config: Config, name: str) -> dict[str, Any]:
@@ -45,7 +46,24 @@ def section(config: Config, name: str) -> dict[str, Any]:
 def read_own(config: Config, shapes: Shapes) -> dict[str, Any]:
     """Read a converted folder's config: the fields themselves."""
     flat = flatten(config)
-    return flat | {"layer_types": layer_types(flat), "rope_scaling": rope_scaling(flat)}
+    scaling = flat.get("rope_scaling") or {}
+    if scaling.get("rope_type") == PROPORTIONAL:
+        check_proportional(scaling)
+    else:
+        scaling = rope_scaling(flat)
+    return flat | {"layer_types": layer_types(flat), "rope_scaling": scaling}
+
+
+def check_proportional(scaling: Mapping[str, Any]) -> None:
+    """Check the numbers of Gemma 4's scaling, which is kept as it is."""
+    for name, value in scaling.items():
+        if name not in ("rope_type", "type") and not (
+            type(value) in (int, float) and 0 < value < 1 << 50
+        ):
+            raise InputError(f"rope_scaling has {name} {value!r}; it must be a number above 0")
+    share = scaling.get("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise InputError(f"rope_scaling has partial_rotary_factor {share}; it must be at most 1")
 
 
 def read_flat(config: Config, shapes: Shapes) -> dict[str, Any]:

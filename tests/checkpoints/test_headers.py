@@ -125,6 +125,11 @@ def test_weights_must_be_finite(tmp_path: Path, name: str, value: float) -> None
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling has the factor 0"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
         ({"rope_scaling": {"type": ["x"]}}, r"rope_type is \['x'\]"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": "x"}}, "has factor 'x'"),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 2}},
+            "must be at most 1",
+        ),
         ({"layer_types": ["full_attention", "none"]}, "layer_types is"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"first_slot": 0}, "first_slot is 0; a DSpine drafter"),

@@ -20,7 +20,7 @@ ALIKE = 0.7  # correlation of the costs of neighbouring widths
 CHEAPER = 0.6  # a forward faster than this share of the time of one row fewer was disturbed
 APART = 2.5  # a plain token and a forward over one row differ by less than this factor
 MOST = 2.0  # factor by which one process changes what is on file
-SHORTEST, LONGEST = 1e-12, 1e6  # seconds of a step that a file may state
+SHORTEST, LONGEST = 1e-12, 1e6  # seconds of a step; drafts of nothing are parts of 1e-9
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 ERROR_RATE = 0.01  # share of good pairs that are ever warned about, at most
 HARD = 8.0  # factor by which hard text has fewer first tokens accepted than the pair's usual text
-MISJUDGED = 2.0  # a calibrated chance may be this many times too high on text unlike its own
+MISJUDGED = 4.0  # a calibrated chance may be this many times too high on text unlike its own
 UNKNOWN = 0.4  # first tokens accepted where nothing is known: any useful drafter's, on usual text
 LEAST = 0.08  # and on hard text
 ROUNDS = 192  # a drafter without a warning after so many is taken to fit

@@ -274,7 +274,8 @@ def test_distribution_of_sampled_text(
     (chi-square at 0.1 %); the control is that of another temperature."""
     settings = {"temp": 1.0} | settings
     target = tiny_target(vocab_size=6, scale=0.35, layers=2)
-    sizes = {"vocab_size": 6, "top_k": 3, "block_size": 4, "target_layer_ids": (0, 1)}
+    sizes: dict[str, Any] = {"top_k": 3, "block_size": 4, "target_layer_ids": (0, 1)}
+    sizes["vocab_size"] = 6
     drafter = tiny_dspine(target, mask_token_id=5, **sizes)
     sampler = dspine_mlx.Sampler(**settings)
     wrapper = TokenizerWrapper(tokenizer._tokenizer)

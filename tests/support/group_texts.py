@@ -157,7 +157,7 @@ def force_attention(rank: int) -> None:
         as_heads.append(1)
         return made(queries, attended)
 
-    exact_attention.attend_as_heads = attend_as_heads  # type: ignore[assignment]
+    exact_attention.attend_as_heads = attend_as_heads
 
 
 FORCED = {"products": force_products, "attention": force_attention}

@@ -318,7 +318,7 @@ def test_wrong_arguments_are_refused(
 
 @pytest.mark.parametrize("with_drafter", [True, False])
 @pytest.mark.parametrize("place", ["model", "tokenizer", "prompts"])
-@pytest.mark.parametrize("wrong", [None, 5, "hello", {}, object()], ids=repr)
+@pytest.mark.parametrize("wrong", [None, 5, "hello", {}, object()], ids=lambda x: type(x).__name__)
 def test_what_a_batch_is_made_of(
     model: nn.Module, tokenizer: TokenizerWrapper, with_drafter: bool, place: str, wrong: Any
 ) -> None:

@@ -4,8 +4,10 @@ MLX reports a lost rank where something waits for it. While a forward is being s
 the rank then waits for room in a queue that nobody empties any more.
 """
 
+import errno
 import os
 import socket
+import stat
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +22,16 @@ def connections() -> dict[int, Any]:
 
 
 def address(number: int) -> Any:
-    with socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as one:
+    with opened(number) as one:
         return one.getpeername()
+
+
+def opened(number: int) -> socket.socket:
+    """A socket of its own for a file number; OSError if that is no socket, of which `fromfd` would
+    leave a copy open."""
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    return socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)
 
 
 class Connections:
@@ -38,7 +48,7 @@ class Connections:
 
     def ended(self, number: int) -> bool:
         try:
-            with socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as one:
+            with opened(number) as one:
                 if one.getpeername() != self.made[number]:
                     del self.made[number]
                     return False

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,16 @@ def test_a_number_that_is_another_files_now(pair: tuple[socket.socket, socket.so
     os.close(null)
     assert not watched.closed
     assert not watched.made
+
+
+def test_looking_leaves_nothing_open(tmp_path: Path) -> None:
+    """Files and pipes are no sockets."""
+    reader, writer = os.pipe()
+    with (tmp_path / "file").open("w") as file:
+        known = Connections(dict.fromkeys((reader, file.fileno()), ("127.0.0.1", 1)))
+        before = len(os.listdir("/dev/fd"))
+        assert not {reader, writer, file.fileno()} & connections().keys()
+        assert not known.closed
+        assert len(os.listdir("/dev/fd")) == before
+    os.close(reader)
+    os.close(writer)

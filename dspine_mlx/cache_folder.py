@@ -49,11 +49,11 @@ def reading(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def restored(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass of numbers and tuples of them, from the JSON of `asdict`; what the JSON lacks has
-    its default. ValueError or TypeError when it is not one."""
+    """A dataclass of numbers and tuples of them, from the JSON of `asdict`; ValueError, KeyError or
+    TypeError when it is not one."""
     hints: dict[str, Any] = get_type_hints(kind)
     names = [f.name for f in fields(kind) if f.init]  # type: ignore[arg-type]
-    return kind(**{name: value_of(hints[name], data[name]) for name in names if name in data})
+    return kind(**{name: value_of(hints[name], data[name]) for name in names})
 
 
 def value_of(hint: Any, value: Any) -> Any:

@@ -61,7 +61,7 @@ def calibrations_on_file() -> Iterator[CalibrationsOnFile]:
         try:
             with reading(path) as data:
                 pair = pair_name(data)
-                modes = {str(m): restored(Calibration, value) for m, value in data["modes"].items()}
+                modes = {str(m): store.read_calibration(one) for m, one in data["modes"].items()}
         except InputError:
             yield CalibrationsOnFile(path.name, days_old(path), "unknown pair", UNREADABLE)
             continue

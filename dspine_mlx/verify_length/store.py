@@ -99,13 +99,18 @@ def load_calibrations(drafter: Drafter, path: Path | None = None) -> dict[str, C
         with reading(path) as data:
             if data["key"] != calibration_key(drafter):
                 raise InputError("it belongs to another pair")
-            modes = {name: restored(Calibration, value) for name, value in data["modes"].items()}
+            modes = {name: read_calibration(one) for name, one in data["modes"].items()}
             if any(len(c.biases) != drafter.config.num_proposals for c in modes.values()):
                 raise InputError("it has another number of slots")
     except InputError as error:
         log.warning("%s can't be used (%s); confidences stay uncalibrated", path, error)
         return {}
     return modes
+
+
+def read_calibration(data: dict[str, Any]) -> Calibration:
+    """From JSON, in which earlier versions wrote no copy weights; as `restored`."""
+    return restored(Calibration, {"copy_weights": (), **data})
 
 
 def found_calibration(drafter: Drafter) -> Path | None:

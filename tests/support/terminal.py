@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.forked import Forked
+from tests.support.forked import Forked, offline
+from tests.support.serving import Fresh
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -26,10 +27,15 @@ def open_terminal(columns: int) -> tuple[int, int]:
 def start(
     arguments: Sequence[str], slave: int, env: Mapping[str, str], session: bool = False
 ) -> Forked:
-    """`dspine-mlx ARGUMENTS` there; the terminal tells its size."""
+    """`dspine-mlx ARGUMENTS` there; the terminal tells its size. With a cache of the Hub of its own
+    it imports everything itself."""
     path = Path(os.ttyname(slave))
     own = {"TERM": "xterm-256color", "COLUMNS": None, "LINES": None, **env}
-    return Forked(["-m", "dspine_mlx.cli", *arguments], own, (path, path, path), session)
+    argv, files = ["-m", "dspine_mlx.cli", *arguments], (path, path, path)
+    if "HF_HUB_CACHE" not in env:
+        return Forked(argv, own, files, session)
+    whole = {**os.environ, **offline(), **own}
+    return Fresh(argv, {name: value for name, value in whole.items() if value is not None}, files)
 
 
 def on_terminal(

@@ -193,7 +193,7 @@ def test_mistakes_are_told_in_one_sentence(tmp_path: Path, target: Path, data: P
         (start(tmp_path / "new", target, data, loss__alignment="x"), "alignment is 'x'"),
         (start(tmp_path / "new", target, data, drafter__rank=5), "has no setting rank"),
         (start(tmp_path / "new", target, data, method="eagle"), "the method is 'eagle'"),
-        (start(tmp_path / "new", target, data, "--target-layers", "a,b"), "numbers like 3,4,5"),
+        (start(tmp_path / "new", target, data, "--target-layers", "a,b"), "whole numbers"),
         (start(tmp_path / "new", target, data, "--target-layers", "1"), "1 target layers were"),
         (start(tmp_path / "new", target, data, "--warm-start", tmp_path / "x"), "no folder"),
         (start(tmp_path / "new", target, tmp_path / "none"), "no data file"),

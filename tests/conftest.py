@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -26,6 +27,9 @@ from tests.support.tiny import tiny_target
 mx.disable_compile()  # on the CPU every compiled shape costs seconds of g++
 # Shells start background jobs with SIGINT ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Examples may take as long as a busy machine needs.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

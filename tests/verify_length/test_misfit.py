@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dspine_mlx import load, stream_generate
+from dspine_mlx.verify_length.auto import Auto
+from dspine_mlx.verify_length.calibration import uncalibrated
+from dspine_mlx.verify_length.costs import Costs, Curve
 from dspine_mlx.verify_length.misfit import ERROR_RATE, ROUNDS, Misfit
+from dspine_mlx.verify_length.store import load_calibrations
 
 PAIRS = 4000
 
@@ -156,3 +161,26 @@ def test_a_test_that_ended_well_says_what_to_expect() -> None:
 def test_counts_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         Misfit.from_dict(Misfit(None, 2, 1, 0.8, 3, 0.1).as_dict() | wrong)
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_rounds_tell_their_calibrated_chance(calibrated: bool) -> None:
+    """The pair that ships has a calibration. Only drafts that were counted have a chance."""
+    model, tokenizer, drafter = load()
+    assert drafter is not None
+    costs = Costs(Curve((64, 2048), (1.0, 1.0), (1e-3, 1e-3), ((1.0,) * 16, (1.0,) * 16)))
+    M = drafter.config.num_proposals
+    calibration = load_calibrations(drafter)["greedy"] if calibrated else uncalibrated(M)
+    *_, last = stream_generate(
+        model,
+        tokenizer,
+        "Maria has 9 toys.",
+        drafter,
+        max_tokens=32,
+        verify_length=Auto(costs, calibration),
+        lookup=False,
+    )
+    promised = last.statistics.promised
+    assert bool(promised) is calibrated
+    assert not Counter(n for n, _ in promised) - last.statistics.own_drafts
+    assert all(0 < chance < 1 for _, chance in promised)

@@ -54,7 +54,7 @@ class Load(NamedTuple):
     concurrency: Annotated[
         str | None,
         typer.Option(
-            help="Measure the server instead: so many requests at once to `dspine-mlx serve` on "
+            help="Measure the server instead: this many requests at once to `dspine-mlx serve` on "
             "this machine, HTTP included; several numbers with commas, such as 1,2,4,8,16. Tokens "
             "per second of all requests together, time to the first text, and the slowest request, "
             "of mlx-lm's batches (plain) against drafting for all of them (auto, fixed:N).",

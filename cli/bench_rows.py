@@ -22,7 +22,7 @@ from dspine_mlx.target.model import Target
 from dspine_mlx.verify_length.store import device_name
 
 MEANING = (
-    "First column: one row, by MLX. The others: so many rows, in multiples of one row. "
+    "First column: one row, by MLX. The others: that many rows, in multiples of one row. "
     "=: with the bits of one row. 4x8: the fastest cut of a kernel."
 )
 

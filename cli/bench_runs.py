@@ -187,7 +187,7 @@ def concurrent(
     messages: list[Messages],
     settings: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Measure so many requests at once, through one server; a result for each number."""
+    """Measure requests at once, through one server; a result for each number of them."""
     for mode in modes:
         check_mode(mode)
     model, draft_model = names

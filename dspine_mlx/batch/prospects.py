@@ -124,7 +124,7 @@ class Record:
         saved = "saved" if self.saved >= 0 else "lost"
         sums = f"its rounds {saved} the time of {abs(self.saved):.1f} plain tokens"
         if not self.rounds:
-            return "not drafted: among so many texts plain decoding was expected to be faster"
+            return "not drafted: among this many texts plain decoding was expected to be faster"
         if not self.plain:
             return f"drafted throughout, with others: {sums}"
         return f"drafted with others but for {self.plain} tokens: {sums}"
